@@ -114,6 +114,7 @@ func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
 // for good until it is fixed, and what is flaky the first time.
 type paper struct {
 	results string // topic
+	fences  *dedup.Fences
 	mended  atomic.Bool
 	flaked  atomic.Bool
 }
@@ -126,7 +127,7 @@ func (p *paper) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) er
 	case strings.HasPrefix(value, "flaky") && !p.flaked.Swap(true):
 		return errors.New("the ledger is away")
 	}
-	if _, err := dedup.Fence(ctx, tx, "test", value, 1, nil); err != nil {
+	if _, err := p.fences.Fence(ctx, tx, "test", value, 1); err != nil {
 		return err
 	}
 	if _, err := tx.Exec(ctx, `INSERT INTO app_effects (value) VALUES ($1)`, value); err != nil {
@@ -195,7 +196,9 @@ func partsWork(t *testing.T, p parts) {
 	relayPool, consumerPool, publisher := p.as(t, "relay"), p.as(t, "consumer"), p.as(t, "publisher")
 	r, err := relay.New(relayPool, []kgo.Opt{brokers}, relay.Config{Keep: 100 * time.Millisecond, Lease: 5 * time.Second, Shards: 2, Logger: logger})
 	require.NoError(t, err)
-	handler := &paper{results: results}
+	fences, err := dedup.NewFences(dedup.FenceConfig{})
+	require.NoError(t, err)
+	handler := &paper{results: results, fences: fences}
 	c, err := consumer.New(consumerPool, []kgo.Opt{brokers}, consumer.Each(handler.handle),
 		consumer.Config{Group: topic, Topics: []string{topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond, Logger: logger})
 	require.NoError(t, err)

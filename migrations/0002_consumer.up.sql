@@ -319,6 +319,5 @@ CREATE TABLE effectonce.fences (
   scope    text   NOT NULL CHECK (octet_length(scope) BETWEEN 1 AND 255),
   resource text   NOT NULL CHECK (octet_length(resource) BETWEEN 1 AND 1024),
   version  bigint NOT NULL,
-  content  uuid,  -- the first 128 bits of SHA-256 of what was applied, where the caller gives it
   CONSTRAINT fences_pkey PRIMARY KEY (scope, resource)
 ) WITH (fillfactor = 70);

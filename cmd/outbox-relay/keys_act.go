@@ -125,8 +125,7 @@ abandoned keys, and for running ones whose lock is free. A finished key is not c
 Only the answer is stored. Effects of finished phases stay, even if the answer is a failure. First write by hand what
 the phase whose call may have been made, and the phases after it, would have written.
 
-The outcome is stored unencrypted: programs with Config.Seal refuse its headers and body, unless they have
-Config.AcceptUnsealed; give those only a status. The stored request stays until the key is forgotten.
+The outcome is stored unencrypted. The stored request stays until the key is forgotten.
 
 --window is the operation's Config.Window; give --forever if it has Config.Forever. Once the key is forgotten, a late
 request is executed again, and pays again. Finishes are recorded.`,
@@ -189,7 +188,7 @@ func (f *finishing) Validate() error {
 func (f *finishing) said(changed *keys.Changed) string {
 	text := finished(changed, f.status)
 	if changed.Was.Sealed && (len(f.headers) > 0 || f.file != "") {
-		text += "; its texts were encrypted, this outcome is not: a program with Config.Seal returns it only with Config.AcceptUnsealed, and refuses it (503) otherwise"
+		text += "; its texts were encrypted, this outcome is not"
 	}
 	return text
 }
@@ -232,7 +231,7 @@ func (h headerFlag) Set(text string) error {
 		return errors.New("want 'Name: value'")
 	}
 	if idempotency.NeverStored(name) {
-		return errors.New("want no header of a single client or connection, and none that looks like a credential")
+		return errors.New("want no header of a single client, connection or moment")
 	}
 	h[name] = append(h[name], value)
 	return nil

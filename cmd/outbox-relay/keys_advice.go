@@ -32,7 +32,7 @@ func keyAdvice(r keys.Row) (what, do string) {
 			soon(r) + "the error says what is in doubt; find out from the foreign system, or in the database: --child with the phase that the error names, or the step of the work, " +
 				"shows the ID that its call was given;\nif it happened, write by hand what is missing, then " + finish + ";\nonly if nothing happened, \"keys retry\", which executes it again"
 	case r.State == keys.Abandoned:
-		return "it was given up: its attempts are used up, or it is older than its flow's AgeMax", "remove the cause, then \"keys retry\", which repeats a repeatable call; or " + finish + stays(r)
+		return "it was given up: its attempts are used up", "remove the cause, then \"keys retry\", which repeats a repeatable call; or " + finish + stays(r)
 	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
 		return "it waits for a program that knows the phases that are done", "the error says which phases the current program knows; deploy one whose list begins with those that are done; or, when you know what they did, \"keys finish\""
 	case r.Counts:

@@ -76,8 +76,7 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 }
 
 // Property: the age is that of a call that may have been made, not of the request: a call that was
-// certainly not made, was not yet begun, or belongs to a phase that is done, has no age. What the
-// previous release did to a key counts as a call. Rows H5, H17 of guarantees.md.
+// certainly not made, was not yet begun, or belongs to a phase that is done, has no age. Rows H5, H17 of guarantees.md.
 func TestAgeCountsFromTheCall(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -92,7 +91,6 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		"left before":                        {early: true, again: true},
 		"a person gave it back":              {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, locked_until = NULL`},
 		"a person knows that it did nothing": {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, uncalled = lock_token + 1, locked_until = NULL`, again: true},
-		"of the previous release":            {first: idempotency.NotDone(errAway), sql: `flow = NULL, phase_since = NULL, uncalled = NULL`},
 	} {
 		asked, answer := 0, c.first
 		flow := charges(t, pool, func() error { asked++; return answer }, idempotency.Unknown())

@@ -231,9 +231,9 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 func TestWrongSettings(t *testing.T) {
 	t.Parallel()
 	_, err := idempotency.New(nil, idempotency.Config{
-		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, AttemptsMax: -1, Isolation: "snapshot", KeyWaitersMax: -1, ScopeWaitersMax: 1_000_000, ScopeKeysMax: -1,
+		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, AttemptsMax: -1, Isolation: "snapshot", KeyWaitersMax: -1, ScopeWaitersMax: 1_000_000,
 	})
-	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "AttemptsMax -1", "Isolation snapshot", "KeyWaitersMax -1", "ScopeWaitersMax 1000000", "ScopeKeysMax -1"} {
+	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "AttemptsMax -1", "Isolation snapshot", "KeyWaitersMax -1", "ScopeWaitersMax 1000000"} {
 		require.ErrorContains(t, err, field)
 	}
 	pool := pgtest.NoPool(t)
@@ -260,7 +260,6 @@ func TestWrongSettings(t *testing.T) {
 		`CallAgainMax of phase "charge" 1h0m0s: want none`:               {phase: call(time.Hour, true)},
 		`CallAgainMax of phase "charge" 1h0m0s: want none:`:              {phase: without},
 		`AtOnceMax 1001: want 1 to 1000`:                                 {cfg: flow{AtOnceMax: 1001}, phase: ends("charge")},
-		`AgeMax 1s: want 1m0s to 87600h0m0s`:                             {cfg: flow{AgeMax: time.Second}, phase: ends("charge")},
 		`Name "a\n": want at most 255 bytes`:                             {cfg: flow{Name: "a\n"}, phase: ends("charge")},
 		"Isolation":                                                      {op: idempotency.Config{Isolation: pgx.Serializable}, phase: ends("all")},
 	} {
@@ -365,63 +364,6 @@ func TestCountsOfFailuresAreForgotten(t *testing.T) {
 	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
 }
 
-// Property: keys of a flow that are unfinished for longer than AgeMax, by the database's clock, are
-// reported, and no others; they wait. With GiveUp those that no worker holds, and whose phase is as
-// old, are marked for a person: as abandoned, or as indeterminate if a call that must not be repeated
-// may have been made. The age of a key that a person returned starts anew. Row H15 of guarantees.md.
-func TestOverdueKeysAreReported(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	var told []int64
-	var log bytes.Buffer
-	flow := func(giveUp bool) *idempotency.Flow[payment] {
-		op := newOperation(t, pool, idempotency.Config{
-			Logger: slog.New(slog.NewTextHandler(&log, nil)), Hooks: idempotency.Hooks{Overdue: func(_ string, keys int64) { told = append(told, keys) }},
-		})
-		return newFlow(t, op, idempotency.FlowConfig[payment]{GiveUp: giveUp, CallMax: time.Minute}, []idempotency.Phase[payment]{{Name: "charge", Write: func(_ context.Context, _ pgx.Tx, s *step) error {
-			if s.Key.Value != "finished" {
-				return errAway
-			}
-			s.Finish(idempotency.Response{Status: 201})
-			return nil
-		}}})
-	}
-	overdue := func(f *idempotency.Flow[payment], want int64) {
-		t.Helper()
-		keys, err := f.Overdue(t.Context())
-		require.NoError(t, err)
-		require.Equal(t, []int64{want, want}, []int64{keys, told[len(told)-1]})
-	}
-	waits, givesUp := flow(false), flow(true)
-	for _, value := range []string{"old", "calling", "held", "progressed", "given back", "finished", "another's"} {
-		_, _ = waits.Do(t.Context(), key(value), nil)
-	}
-	passes(t, pool, 23*time.Hour)
-	overdue(givesUp, 0)
-	require.Empty(t, log.String())
-	passes(t, pool, 2*time.Hour)
-	_, _ = waits.Do(t.Context(), key("young"), nil)
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET calling = 'charge' WHERE key = 'calling';
-		UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + interval '1 hour' WHERE key = 'held';
-		UPDATE effectonce.idempotency_keys SET phase_since = clock_timestamp() - interval '23 hours' WHERE key = 'progressed';
-		UPDATE effectonce.idempotency_keys SET attempts = 0, lock_token = lock_token + 1 WHERE key = 'given back';
-		UPDATE effectonce.idempotency_keys SET flow = 'another' WHERE key = 'another''s'`)
-	require.NoError(t, err)
-	overdue(waits, 5)
-	require.Contains(t, log.String(), "keys=5 age=24h0m0s")
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state NOT IN ('running', 'finished')`))
-	overdue(givesUp, 3)
-	for key, state := range map[string]string{"old": "abandoned", "calling": "indeterminate", "held": "running", "progressed": "running", "given back": "running"} {
-		require.Equal(t, state, stateOf(t, pool, key), key)
-	}
-	_, err = waits.Do(t.Context(), key("old"), nil)
-	require.ErrorIs(t, err, idempotency.ErrAbandoned)
-	_, err = waits.Do(t.Context(), key("given back"), nil)
-	require.ErrorIs(t, err, errAway)
-	passes(t, pool, 25*time.Hour)
-	overdue(givesUp, 1) // the one that is held
-}
-
 // Property: flows that hang at a foreign system take at most FlowConfig.AtOnceMax slots; whatever
 // hangs, another operation's keys are completed, keys in doubt are reconciled, and old keys are
 // forgotten. Run ends when its context does: what it drives stops between two phases, with its key
@@ -492,13 +434,11 @@ func TestUnreachableDatabaseIsReported(t *testing.T) {
 		return idempotency.Unknown(), nil
 	}}, []idempotency.Phase[payment]{ends("ship")})
 	_, reap := op.Reap(t.Context())
-	_, look := op.Look(t.Context(), key("k"))
 	_, once := op.Once(t.Context(), key("01900000-0000-7000-8000-000000000000"), insertOnce("k")) // an old key, which is looked up first
 	_, do := flow.Do(t.Context(), key("k"), nil)
 	_, complete := flow.Complete(t.Context())
 	_, reconcile := flow.Reconcile(t.Context())
-	_, overdue := flow.Overdue(t.Context())
-	for n, err := range []error{reap, look, once, do, complete, reconcile, overdue} {
+	for n, err := range []error{reap, once, do, complete, reconcile} {
 		require.Error(t, err, n)
 	}
 	_, err := newFlow(t, newOperation(t, pgtest.NoPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")}).Reconcile(t.Context())

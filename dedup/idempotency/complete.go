@@ -18,16 +18,16 @@ import (
 
 // Run completes flows that clients gave up, calls the reconciler for indeterminate keys, and
 // forgets old keys, until ctx ends and its current work has ended: a flow stops between two phases.
-// It checks for overdue keys at a sixth of that rate. These loops do not wait for each other, nor,
-// while there are free slots (FlowConfig.AtOnceMax), for a slow flow. Any number of replicas may
-// run it: locks and tokens coordinate them. It logs errors and continues.
+// These loops do not wait for each other, nor, while there are free slots (FlowConfig.AtOnceMax), for
+// a slow flow. Any number of replicas may run it: locks and tokens coordinate them. It logs errors
+// and continues.
 func (f *Flow[S]) Run(ctx context.Context) {
 	var loops, flows sync.WaitGroup
 	loop := func(work func(ctx context.Context) error) {
 		loops.Go(func() { every(ctx, f.op, f.cfg.Every, work) })
 	}
 	loop(func(ctx context.Context) error {
-		return f.complete(ctx, &flows, func(_ bool, err error) { f.op.trouble(ctx, err) })
+		return f.complete(ctx, &flows, func(_ bool, err error) { f.op.logFailure(ctx, err) })
 	})
 	if f.cfg.Reconcile != nil {
 		loop(func(ctx context.Context) error {
@@ -38,12 +38,6 @@ func (f *Flow[S]) Run(ctx context.Context) {
 	loop(func(ctx context.Context) error {
 		_, err := f.op.Reap(ctx)
 		return err
-	})
-	loops.Go(func() {
-		every(ctx, f.op, overdueEvery*f.cfg.Every, func(ctx context.Context) error {
-			_, err := f.Overdue(ctx)
-			return err
-		})
 	})
 	loops.Wait()
 	flows.Wait()
@@ -62,11 +56,11 @@ const reapEvery = 30 * time.Second
 // every calls work repeatedly, at randomized intervals so that replicas do not run in step.
 func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx context.Context) error) {
 	for pause.For(ctx, d/2+rand.N(d)) { //nolint:gosec // jitter needs no secret
-		o.trouble(ctx, work(ctx))
+		o.logFailure(ctx, work(ctx))
 	}
 }
 
-func (o *Operation) trouble(ctx context.Context, err error) {
+func (o *Operation) logFailure(ctx context.Context, err error) {
 	if err != nil && ctx.Err() == nil {
 		o.cfg.Logger.WarnContext(ctx, "maintenance of idempotency keys failed; it will be retried", "operation", o.cfg.Operation, "error", err)
 	}
@@ -104,7 +98,7 @@ func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err err
 		}
 		reaped += forgotten
 		if doubted > 0 {
-			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", unansweredText)
+			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", selfCommittedText)
 		}
 		if forgotten+doubted < page { // keys left to a person count towards the page, too
 			return reaped, nil
@@ -173,40 +167,6 @@ func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report fu
 	return nil
 }
 
-// overdueEvery is the interval of checks for overdue keys, in units of FlowConfig.Every: each check
-// reads all unfinished keys.
-const (
-	overdueEvery = 6
-	overdueMax   = 10_000
-)
-
-// Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns
-// how many there are, at most 10,000. With FlowConfig.GiveUp it first gives up those that no worker
-// holds; they do not count.
-func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
-	o := f.op
-	if f.cfg.GiveUp {
-		tag, err := o.pool.Exec(ctx, o.sql.flow.giveUp, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax, f.cfg.CallMax)
-		if err != nil {
-			return 0, fmt.Errorf("give up keys that are overdue: %w", err)
-		}
-		if n := tag.RowsAffected(); n > 0 {
-			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "operation", o.cfg.Operation, "keys", n, "error", overdueText)
-		}
-	}
-	var overdue int64
-	if err := o.pool.QueryRow(ctx, o.sql.flow.overdue, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax).Scan(&overdue); err != nil {
-		return 0, fmt.Errorf("count keys that are overdue: %w", err)
-	}
-	if before := f.overdue.Swap(overdue); overdue > 0 && overdue != before {
-		o.cfg.Logger.WarnContext(ctx, "keys are unfinished for longer than AgeMax: see outbox-relay keys", "operation", o.cfg.Operation, "keys", overdue, "age", f.cfg.AgeMax)
-	}
-	if o.cfg.Hooks.Overdue != nil {
-		o.cfg.Hooks.Overdue(o.cfg.Operation, overdue)
-	}
-	return overdue, nil
-}
-
 // resume continues one flow with the stored request.
 func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	o := f.op
@@ -218,7 +178,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 		return false, nil
 	}
 	h, _, err := f.takeOver(ctx, key, s, s.request)
-	if errors.Is(err, ErrUnknownRecoveryPoint) || errors.Is(err, ErrUnsealed) {
+	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
 	if h == nil || err != nil {
@@ -372,9 +332,6 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 	phase, known := f.inDoubt(&u.at)
 	if !known {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)
-		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
-	}
-	if err := f.op.goesOnSealed(u.key, &u.at); err != nil {
 		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
 	asked := UndecidedKey[S]{Key: u.key, Phase: phase, Since: u.since}

@@ -1,6 +1,6 @@
 // Package idempotency executes a request once for each idempotency key, however often the request
-// arrives: a payment, an order, a command of a program that retries. It does not depend on HTTP:
-// package httpkey builds on it, and package keyclient sends requests with keys to other systems.
+// arrives: a payment, an order, a command of a program that retries. Package httpkey is for HTTP
+// servers, and package keyclient sends requests with keys to other systems.
 //
 //	orders, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
 //	...
@@ -48,7 +48,6 @@
 //	no error       stored     stored     stored     stored      stored     stored     stored     -
 //	Final          refused    refused    refused    refused     refused    refused    refused    undecided
 //	NotDone        free       free       resumed    resumed     undecided  resumed    free       undecided
-//	NotSent        free       free       resumed    resumed     undecided  resumed    free       undecided
 //	Indeterminate  undecided  undecided  undecided  undecided   undecided  undecided  undecided  undecided
 //	other error    free       free       resumed    undecided   undecided  resumed    free       undecided
 //
@@ -66,8 +65,8 @@
 //
 // A request that is declined, invalid or not found is Final (webhook.Refuse for a webhook). A
 // failure that may succeed next time is an error. Work that another system may or may not have done
-// is Indeterminate. NotDone and NotSent matter in a Call: any other error of an AtMostOnce call
-// leaves the key undecided. Config.Strict and Config.AttemptsMax of Once turn free into refused.
+// is Indeterminate. NotDone matters in a Call: any other error of an AtMostOnce call leaves the key
+// undecided, unless keyclient.Single proves that nothing was sent. Config.Strict and Config.AttemptsMax of Once turn free into refused.
 //
 // All times are the database's. A worker that lost its lock cannot store anything: each of its
 // writes carries the lock's token, which grows with every takeover by a flow.

@@ -324,8 +324,8 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 	require.Equal(t, asked, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`), "free at once")
 }
 
-// Property: of two holders of one token, as of a release whose tokens began at 1, the one that finds
-// its phase done by the other stores no outcome: it has lost its lock.
+// Property: of two holders of one token, as after a failover that lost a claim, the one that finds its
+// phase done by the other stores no outcome: it has lost its lock.
 func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

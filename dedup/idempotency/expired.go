@@ -101,9 +101,9 @@ func (t *transaction) back(ctx context.Context) rows {
 	return t.conn
 }
 
-// refused matches columns and values in the detail of a unique violation, in any language of the
-// server.
-var refused = regexp.MustCompile(`\(([^()]+)\)=\((.+)\)`)
+// uniqueDetail matches columns and values in the detail of a unique violation, in any language of
+// the server.
+var uniqueDetail = regexp.MustCompile(`\(([^()]+)\)=\((.+)\)`)
 
 // column matches a name as the server writes it, which needs no further quoting.
 var column = regexp.MustCompile(`^([a-z_][a-z0-9_$]*|"([^"]|"")+")$`)
@@ -115,7 +115,7 @@ func earlier(key Key, cause error) (sql string, args []any) {
 	if !errors.As(cause, &refusal) || refusal.Code != "23505" || refusal.TableName == "" {
 		return "", nil
 	}
-	match := refused.FindStringSubmatch(refusal.Detail)
+	match := uniqueDetail.FindStringSubmatch(refusal.Detail)
 	if match == nil {
 		return "", nil
 	}

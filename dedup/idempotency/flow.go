@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -33,15 +32,13 @@ type Flow[S any] struct {
 	names  []string
 	// Slots that bound how many keys are completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
-	overdue                 atomic.Int64 // the last reported number
 }
 
 // FlowConfig of a Flow. The zero value works.
 type FlowConfig[S any] struct {
-	// Name of the flow, stored with its keys. A flow with another name, in another program or
-	// release with the same operation, does not touch them (ErrUnknownRecoveryPoint). Keys of
-	// releases that stored no name belong to any flow. The name must stay the same while keys are
-	// unfinished. At most 255 bytes; default: the operation's name.
+	// Name of the flow, stored with its keys. A flow with another name, in another program with the
+	// same operation, does not touch them (ErrUnknownRecoveryPoint). The name must stay the same
+	// while keys are unfinished. At most 255 bytes; default: the operation's name.
 	Name string
 	// StoreRequest stores the request until the outcome is stored, so that the completer (Flow.Run)
 	// can finish a flow whose client gave up. Default: such a flow waits for its client.
@@ -57,15 +54,6 @@ type FlowConfig[S any] struct {
 	// reconciled at a time. None of them holds a connection while it waits for a foreign system. 1
 	// to 1,000; default 8.
 	AtOnceMax int
-	// AgeMax is the age, by the database's clock, from which Run reports an unfinished key in the
-	// log and to Hooks.Overdue, also if the key waits for its client. 1 min to 10 years; default 24
-	// h.
-	AgeMax time.Duration
-	// GiveUp also ends overdue keys that no worker holds, if the current phase is as old too. That
-	// age counts from the takeover if a person or the reconciler returned the key. Such keys become
-	// abandoned, or indeterminate if the call of an AtMostOnce phase may have been made, so that a
-	// person decides. Default: they wait.
-	GiveUp bool
 	// Every is how often Run checks for abandoned, indeterminate and old keys. 10 ms to 1 h;
 	// default 10 s.
 	Every time.Duration
@@ -84,17 +72,16 @@ type Phase[S any] struct {
 	// open. After a crash it may be repeated, with the same key. Its results go into step.State.
 	// Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
-	// CallAgainMax is how old, by the database's clock, the first call of the phase may be when the
-	// call is repeated: foreign systems forget idempotency keys, many after 24 h. If it may be
-	// older, the key becomes indeterminate instead. The age counts from the previous recovery
-	// point; or from the latest takeover before which certainly no call was made (NotDone, a
-	// context that ended before the call, a decision of a person or a reconciler); or from the
-	// request, for keys of releases that stored no such time. 1 min, or CallMax if that is more, to
-	// 10 years; default 22 h. Not with AtMostOnce, whose call is not repeated.
+	// CallAgainMax: the call is not repeated when the phase began longer ago than this, by the
+	// database's clock; the key becomes indeterminate instead. 1 min, or CallMax if that is more, to
+	// 10 years; default 22 h: many systems forget idempotency keys after 24 h. After NotDone, a
+	// context that ended before the call, or a decision that it did not happen, the clock restarts.
+	// Not with AtMostOnce, whose call is not repeated.
 	CallAgainMax time.Duration
 	// AtMostOnce means that the foreign system does not deduplicate: a call whose outcome is
 	// unknown is never repeated automatically, and makes the key indeterminate. Any error of Call
-	// counts as unknown, unless it is one of NotDone, NotSent or Final.
+	// counts as unknown, unless it is NotDone or Final, or an error of keyclient.Single
+	// before there was a connection.
 	//
 	// Call must send its request once. An http.Transport repeats a request with an Idempotency-Key
 	// by itself if a reused connection is closed, even after the server acted: two payments. Over
@@ -180,6 +167,12 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	}
 	return f, nil
 }
+
+// Operation returns the operation whose keys the flow executes.
+func (f *Flow[S]) Operation() *Operation { return f.op }
+
+// Config returns the settings of the flow, with defaults in place of zeros.
+func (f *Flow[S]) Config() FlowConfig[S] { return f.cfg }
 
 // phasesMax bounds the array in the row.
 const phasesMax = 100
@@ -267,9 +260,6 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	o := f.op
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err
-	}
-	if err := o.goesOnSealed(key, s); err != nil {
-		return nil, Response{}, err
 	}
 	if s.flow != nil && *s.flow != f.cfg.Name {
 		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)

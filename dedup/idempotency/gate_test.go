@@ -58,35 +58,6 @@ func poolOf(t *testing.T, pool *pgxpool.Pool, size int32) *pgxpool.Pool {
 	return sized
 }
 
-// Property: a tenant cannot have more keys stored than its quota, in any number of processes;
-// stored keys are answered, other tenants are not affected, and forgotten keys make room. Row H15
-// of guarantees.md.
-func TestQuotaOfATenant(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{ScopeKeysMax: 5})
-	for n := range 5 {
-		_, err := o.Once(t.Context(), key(fmt.Sprint(n)), insertOnce("within"))
-		require.NoError(t, err)
-	}
-	for _, o := range []*idempotency.Operation{o, newOperation(t, pool, idempotency.Config{ScopeKeysMax: 5})} {
-		_, err := o.Once(t.Context(), key("one more"), insertOnce("beyond"))
-		var quota *idempotency.QuotaError
-		require.ErrorAs(t, err, &quota)
-		require.Equal(t, 5, quota.Max)
-		response, err := o.Once(t.Context(), key("3"), insertOnce("beyond"))
-		require.NoError(t, err)
-		require.True(t, response.Replayed)
-	}
-	_, err := o.Once(t.Context(), idempotency.Key{Scope: "another", Value: "k"}, insertOnce("of another"))
-	require.NoError(t, err)
-	require.Zero(t, effects(t, pool, "beyond"))
-	_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys WHERE key = '3'`)
-	require.NoError(t, err)
-	_, err = newOperation(t, pool, idempotency.Config{ScopeKeysMax: 5}).Once(t.Context(), key("one more"), insertOnce("again"))
-	require.NoError(t, err)
-}
-
 // Property: requests that wait for a key hold no connection, in the process that executes it or in
 // another: another tenant's request is answered in between. Each of them gets the outcome. Row H29
 // of guarantees.md.
@@ -170,39 +141,6 @@ func TestWaitersAreBounded(t *testing.T) {
 	}
 }
 
-// Property: a key that was minted a while ago is looked up before it is claimed: one that another
-// process executed is replayed, one that is not stored is executed.
-func TestOldKeyIsLookedUpFirst(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	for _, replayed := range []bool{false, true} {
-		response, err := newOperation(t, pool, idempotency.Config{}).Once(t.Context(), key("01900000-0000-7000-8000-000000000000"), insertOnce("k")) // of 2024
-		require.NoError(t, err)
-		require.Equal(t, replayed, response.Replayed)
-	}
-	require.Equal(t, 1, effects(t, pool, "k"))
-}
-
-// Property: a request that hangs, and has lost its key, does not block another one for longer than
-// WaitMax, not even in its own process.
-func TestHungRequestKeepsNoOtherAway(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond})
-	release := held(t, o, key("busy"), insertOnce("busy"))
-	_, err := pool.Exec(t.Context(), `SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'`)
-	require.NoError(t, err) // it does not notice
-	response := testwait.For(t, "another request is executed", func() (idempotency.Response, bool) {
-		response, err := o.Once(t.Context(), key("busy"), insertOnce("busy"))
-		return response, err == nil
-	})
-	require.False(t, response.Replayed)
-	require.Error(t, release())
-	require.Equal(t, 1, effects(t, pool, "busy"))
-	requests, keys, _ := o.Waiting()
-	require.Zero(t, requests+keys)
-}
-
 // Property: if the work of the first request fails, or panics, the next one executes it, one at a
 // time, and after an outcome all others get that.
 func TestTurnIsPassedOn(t *testing.T) {
@@ -228,26 +166,6 @@ func TestTurnIsPassedOn(t *testing.T) {
 		got[fmt.Sprint(err, responses[i].Status, responses[i].Replayed)]++
 	}
 	require.Equal(t, map[string]int{"the bank is away 0 false": 1, "<nil> 0 false": 1, "<nil> 201 false": 1, "<nil> 201 true": 17}, got) // the one that ended its goroutine got nothing
-}
-
-// Property: what a process knows of a key's outcome only decides where it looks first: a key that
-// was forgotten is executed, and one that is stored in another state is answered by that state.
-func TestOutcomeThatIsKnownIsLookedUp(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
-	for _, sql := range []string{`DELETE FROM effectonce.idempotency_keys`, `UPDATE effectonce.idempotency_keys SET state = 'indeterminate', status = NULL, finished_at = NULL`} {
-		for _, replayed := range []bool{false, true} {
-			response, err := o.Once(t.Context(), key("k"), insertOnce("k"))
-			require.NoError(t, err)
-			require.Equal(t, replayed, response.Replayed)
-		}
-		_, err := pool.Exec(t.Context(), sql)
-		require.NoError(t, err)
-	}
-	_, err := o.Once(t.Context(), key("k"), insertOnce("k"))
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	require.Equal(t, 2, effects(t, pool, "k"))
 }
 
 // Property: every statement for one key finds it by the primary key, even if the table is empty

@@ -10,11 +10,9 @@ import (
 )
 
 // NeverStored reports whether a header is never stored with an outcome, neither of a handler nor of
-// a middleware: cookies and credentials, which belong to one client, and headers of one connection.
-// Names match in any case. A name that looks like a credential counts as one: it contains token,
-// secret, session, password, cookie, credential, api-key and the like, or the word auth, jwt, csrf
-// or nonce.
-func NeverStored(name string) bool { return headers.Of(name) == headers.Never }
+// a middleware: cookies, Authorization and its like, headers of one connection, and those of one
+// moment, such as Date. Names match in any case.
+func NeverStored(name string) bool { return headers.Never(name) }
 
 // writeHeaders returns the stored form of the headers of a response; nil: nothing.
 func writeHeaders(header map[string][]string) ([]byte, error) {

@@ -31,7 +31,9 @@ type holder struct {
 	called   bool      // its call was made and succeeded
 	doubtful bool      // such a call may have been made, and its result is not stored
 	away     bool      // the connection of its transaction broke
-	expired  *string   // its name, if an earlier execution did it; no other holder of the token may have done it
+	// expiredPhase is set when rows of an execution before the window were found; finish then fails
+	// if another holder has finished it.
+	expiredPhase *string
 }
 
 // newHolder returns the holder of a key whose lock was requested at the given time.
@@ -168,7 +170,7 @@ func (h *holder) finish(ctx context.Context, response Response) error {
 	if err != nil {
 		return err
 	}
-	_, err = h.o.durably(ctx, h.o.sql.flow.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, h.expired, out.status, out.headers, out.body, out.dropped, h.o.window())
+	_, err = h.o.durably(ctx, h.o.sql.flow.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, h.expiredPhase, out.status, out.headers, out.body, out.dropped, h.o.window())
 	if lost(err) {
 		return fmt.Errorf("%w: %w", ErrLockLost, err)
 	}

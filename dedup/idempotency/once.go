@@ -84,7 +84,7 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 		return o.conclude(ctx, t, key, v)
 	}
 	t.end(ctx)
-	if errors.Is(err, errEnded) && o.unanswered(ctx, key) {
+	if errors.Is(err, errEnded) && o.markSelfCommitted(ctx, key) {
 		err = errors.Join(ErrIndeterminate, err)
 	}
 	return Response{}, err
@@ -109,7 +109,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 			continue // it was forgotten
 		}
 		if s.state == finished && s.unfinished {
-			o.unanswered(ctx, key)
+			o.markSelfCommitted(ctx, key)
 		}
 		if response, ok, err := o.answer(key, s); ok {
 			return nil, response, err
@@ -126,9 +126,9 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // the key keeps changing
 }
 
-// beginClaimed begins a transaction with a statement that takes a key, and reports whether it took it. A
-// savepoint separates the claim from the effects of the work. While another process has the key,
-// beginClaimed retries until the given time.
+// beginClaimed begins a transaction whose first statement is sql (claim or takeover), and a savepoint
+// behind it. took: the statement changed a row, so this transaction holds the key. While another
+// process has the key, beginClaimed retries until the given time.
 func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time, sql string, args ...any) (t *transaction, took bool, err error) {
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
 		var attempts int

@@ -100,9 +100,6 @@ func TestSecondRequestIsReplayed(t *testing.T) {
 	require.Equal(t, first, second)
 	require.Equal(t, 1, effects(t, pool, "a"))
 
-	third, err := idempotency.Once(t.Context(), pool, idempotency.Key{Scope: "tenant", Operation: "order", Value: "a"}, insertOnce("a"))
-	require.NoError(t, err)
-	require.True(t, third.Replayed)
 }
 
 // Property: work that panics, or ends its goroutine, leaves nothing behind, and its connection is
@@ -443,34 +440,5 @@ func TestKeysOutOfBounds(t *testing.T) {
 	} {
 		_, err := o.Once(t.Context(), k, insertOnce("a"))
 		require.ErrorIs(t, err, idempotency.ErrInvalid, "%+v", k)
-	}
-}
-
-// Property: Look distinguishes the states of a key, and returns the outcome as a replay does.
-func TestLookTellsTheStateOfAKey(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	op := newOperation(t, pool, idempotency.Config{})
-	looks := func(k idempotency.Key, want error) idempotency.Response {
-		response, err := op.Look(t.Context(), k)
-		require.ErrorIs(t, err, want)
-		return response
-	}
-	_, err := op.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		looks(key("k"), idempotency.ErrNotStored) // nothing is committed yet
-		return insertOnce("k")(ctx, tx)
-	})
-	require.NoError(t, err)
-	replayed, err := op.Once(t.Context(), key("k"), insertOnce("k"))
-	require.NoError(t, err)
-	require.Equal(t, replayed, looks(key("k"), nil))
-	another := key("k")
-	another.Fingerprint = idempotency.NewFingerprint([]byte("another"))
-	looks(another, idempotency.ErrMismatch)
-	looks(idempotency.Key{Scope: "tenant", Operation: "other", Value: "k"}, idempotency.ErrInvalid)
-	for state, want := range map[string]error{"running": idempotency.ErrInProgress, "indeterminate": idempotency.ErrIndeterminate, "abandoned": idempotency.ErrAbandoned} {
-		_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1, status = NULL`, state)
-		require.NoError(t, err)
-		looks(key("k"), want)
 	}
 }

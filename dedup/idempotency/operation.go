@@ -2,7 +2,6 @@ package idempotency
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -62,18 +61,9 @@ type Config struct {
 	// and for all keys of one scope. A request beyond the bound gets a CrowdedError at once. 1 to
 	// 100,000; default 100 and 256.
 	KeyWaitersMax, ScopeWaitersMax int
-	// ScopeKeysMax bounds how many keys of one scope are stored. Beyond it a new key gets a
-	// QuotaError; a stored key is answered as usual. Each process counts the keys every 10 s, so
-	// keys that arrive between two counts may exceed the bound. 1 to 1,000,000; default: no bound.
-	ScopeKeysMax int
-	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Default: stored in
-	// clear. With it, rows stored in clear are refused (ErrUnsealed): any role with write access to
-	// the table could have stored them.
+	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Rows stored in clear,
+	// from before it was set or finished by an operator, are read as they are. Default: none.
 	Seal Sealer
-	// AcceptUnsealed accepts rows stored in clear although Seal is set. Use it while rows from
-	// before Seal exist, that is for one Window, and where operators finish keys with a body.
-	// Default: such rows are refused.
-	AcceptUnsealed bool
 	// Owner names this process in locks, for people to read. At most 255 bytes. Default: host name,
 	// process number and four random bytes.
 	Owner string
@@ -88,9 +78,6 @@ type Config struct {
 type Hooks struct {
 	// Answered is called for each request, with its verdict.
 	Answered func(operation string, verdict Verdict)
-	// Overdue is called each time that Flow.Run or Flow.Overdue checks, with the number of the
-	// flow's keys that are unfinished and older than FlowConfig.AgeMax, at most 10,000.
-	Overdue func(operation string, keys int64)
 	// Reaped is called with the number of keys that were forgotten.
 	Reaped func(keys int64)
 }
@@ -103,7 +90,6 @@ const (
 	Executed      Verdict = "executed"    // the work ran, and its outcome is stored
 	Replayed      Verdict = "replayed"    // the outcome was stored before
 	Crowded       Verdict = "crowded"     // CrowdedError
-	OverQuota     Verdict = "over_quota"  // QuotaError
 	Mismatch      Verdict = "mismatch"    // ErrMismatch
 	InProgress    Verdict = "in_progress" // ErrInProgress
 	Undecided     Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
@@ -111,7 +97,6 @@ const (
 	InvalidKey    Verdict = "invalid"     // ErrInvalid
 	LostItsLock   Verdict = "lock_lost"   // ErrLockLost
 	NotAnswered   Verdict = "unanswered"  // ErrUnanswered
-	Unsealed      Verdict = "unsealed"    // ErrUnsealed
 	attemptsOfAll         = 20            // of flows
 )
 
@@ -171,9 +156,6 @@ func (c Config) withDefaults() (Config, error) {
 	if c.AttemptsMax < 0 || c.AttemptsMax > 1_000_000 {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "1 to 1000000, or 0 for the default"))
 	}
-	if c.ScopeKeysMax < 0 || c.ScopeKeysMax > 1_000_000 {
-		problems = append(problems, bounds.Problem("ScopeKeysMax", c.ScopeKeysMax, "1 to 1000000, or 0 for no bound"))
-	}
 	if c.Strict && c.AttemptsMax > 0 {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "none, with Strict: the first outcome is stored"))
 	}
@@ -201,6 +183,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	return c, errors.Join(problems...)
 }
+
+// Config returns the settings of the operation, with defaults in place of zeros.
+func (o *Operation) Config() Config { return o.cfg }
 
 // window is nil for Forever.
 func (o *Operation) window() *time.Duration {
@@ -236,7 +221,6 @@ func (o *Operation) answered(response Response, err error) (Response, error) {
 
 func verdictOf(response Response, err error) Verdict {
 	var crowded *CrowdedError
-	var quota *QuotaError
 	switch {
 	case err == nil && response.Replayed:
 		return Replayed
@@ -246,8 +230,6 @@ func verdictOf(response Response, err error) Verdict {
 		return InvalidKey
 	case errors.Is(err, ErrMismatch):
 		return Mismatch
-	case errors.As(err, &quota):
-		return OverQuota
 	case errors.As(err, &crowded):
 		return Crowded
 	case errors.Is(err, ErrInProgress):
@@ -256,20 +238,9 @@ func verdictOf(response Response, err error) Verdict {
 		return LostItsLock
 	case errors.Is(err, ErrUnanswered):
 		return NotAnswered
-	case errors.Is(err, ErrUnsealed):
-		return Unsealed
 	case errors.Is(err, ErrIndeterminate), errors.Is(err, ErrAbandoned), errors.Is(err, ErrUnknownRecoveryPoint):
 		return Undecided
 	default:
 		return FailedForNow
 	}
-}
-
-// Once is Operation.Once with the default settings, for the operation that the key names.
-func Once(ctx context.Context, pool *pgxpool.Pool, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
-	o, err := New(pool, Config{Operation: key.Operation})
-	if err != nil {
-		return Response{}, err
-	}
-	return o.Once(ctx, key, work)
 }

@@ -19,7 +19,7 @@ type Response struct {
 	// on one that is out of range.
 	Status int
 	// Header to replay, byte for byte. Set only headers that may be shown again. Headers that
-	// NeverStored reports, and those that a Connection header names, are not stored.
+	// NeverStored reports are not stored.
 	Header map[string][]string
 	// Body, at most Config.ResponseBytesMax; of a larger one only the fact that it was dropped is
 	// stored.
@@ -41,8 +41,7 @@ var (
 	// ErrIndeterminate: whether a foreign system acted is unknown, and it must not be called again:
 	// a person or the reconciler decides. Retries get the same error until then.
 	ErrIndeterminate = errors.New("the outcome of the request with this idempotency key is unknown: it has to be looked into")
-	// ErrAbandoned: the attempts of the key are used up, or it was overdue (FlowConfig.GiveUp). A
-	// person decides.
+	// ErrAbandoned: the attempts of the key are used up. A person decides.
 	ErrAbandoned = errors.New("the request with this idempotency key was given up: it has to be looked into")
 	// ErrLockLost: another worker took the key over, because this one did not renew its lock in
 	// time. What this worker had not committed is rolled back.
@@ -60,10 +59,6 @@ var (
 	// with the same key gets the response from a program that can read it; another key would have a
 	// second effect.
 	ErrUnreadable = errors.New("the request with this idempotency key was executed, and its stored response cannot be read")
-	// ErrUnsealed: Config.Seal is set, but the key's row is stored in clear: it is older than Seal,
-	// written by an operator, or a forgery. Replays return it together with ErrUnreadable. Nothing
-	// was done, and the row stays; Config.AcceptUnsealed accepts such rows.
-	ErrUnsealed = errors.New("Config.Seal is set, and this is stored in clear (Config.AcceptUnsealed lets it pass)")
 )
 
 // InProgressError is an ErrInProgress with the time after which a retry is worthwhile.
@@ -83,17 +78,6 @@ func (e *CrowdedError) Error() string {
 	return fmt.Sprintf("%v, and too many wait for it: try again in %v", ErrInProgress, e.RetryAfter)
 }
 func (e *CrowdedError) Unwrap() error { return ErrInProgress }
-
-// QuotaError rejects a new key of a tenant that has Config.ScopeKeysMax keys stored. Nothing was
-// done.
-type QuotaError struct {
-	Max        int
-	RetryAfter time.Duration
-}
-
-func (e *QuotaError) Error() string {
-	return fmt.Sprintf("%d idempotency keys of one scope are stored, which is the limit: try again in %v", e.Max, e.RetryAfter)
-}
 
 // FinalError is the error that Final returns.
 type FinalError struct {
@@ -163,7 +147,7 @@ func (e *workError) Error() string { return e.err.Error() }
 // Is hides the errors by which only the engine describes a key.
 func (e *workError) Is(target error) bool {
 	switch target {
-	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrUnreadable, ErrUnsealed, ErrInvalid:
+	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrUnreadable, ErrInvalid:
 		return false
 	case ErrIndeterminate:
 		var unknown *indeterminateError
@@ -175,7 +159,7 @@ func (e *workError) Is(target error) bool {
 // As hides their types.
 func (e *workError) As(target any) bool {
 	switch target.(type) {
-	case **InProgressError, **CrowdedError, **QuotaError:
+	case **InProgressError, **CrowdedError:
 		return false
 	case **pgconn.PgError:
 		if lost(e.err) {

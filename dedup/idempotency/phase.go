@@ -103,7 +103,7 @@ func (f *Flow[S]) expired(ctx context.Context, h *holder, key Key, cause error, 
 	if given || !errors.As(err, &final) {
 		return err
 	}
-	h.expired = &phase
+	h.expiredPhase = &phase
 	for i := 0; !asked && f.phases[i].Name != phase; i++ {
 		asked = f.phases[i].Call != nil
 	}
@@ -184,7 +184,6 @@ func (c *FlowConfig[S]) checkDurations() []error {
 	return bounds.Durations(
 		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "AgeMax", Value: &c.AgeMax, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 	)
 }

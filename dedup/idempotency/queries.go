@@ -43,7 +43,7 @@ WITH old AS (
     AND pg_catalog.cardinality(phases) = 0 AND calling IS NULL AND request IS NULL AND data IS NULL AND lock_token = 1 AND locked_by IS NULL AND locked_until IS NULL
   ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
 ), doubted AS (
-  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + unansweredText + `'
+  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + selfCommittedText + `'
   FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND old.unanswered RETURNING true
 ), forgotten AS (
   DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
@@ -51,27 +51,23 @@ WITH old AS (
 )
 SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
 
-// unansweredSQL marks a key indeterminate whose work committed by itself.
-const unansweredSQL = `-- idempotency.unanswered
-UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + unansweredText + `'
+// selfCommittedSQL marks a key indeterminate whose work committed by itself.
+const selfCommittedSQL = `-- idempotency.self_committed
+UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + selfCommittedText + `'
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isFinished + ` AND finished_at IS NULL AND status IS NULL`
 
-const unansweredText = "its work committed by a statement of its own, and left no outcome"
-
-// storedSQL counts the keys of a scope up to a limit, by the primary key.
-const storedSQL = `-- idempotency.stored
-SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 LIMIT $3) k`
+const selfCommittedText = "its work committed by a statement of its own, and left no outcome"
 
 type queries struct {
-	settings, look, stored, unanswered, reap string
-	work                                     workQueries
-	flow                                     flowQueries
+	settings, look, selfCommitted, reap string
+	work                                workQueries
+	flow                                flowQueries
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, look: in(lookSQL), stored: in(storedSQL), unanswered: in(unansweredSQL), reap: in(reapSQL),
+		settings: settingsSQL, look: in(lookSQL), selfCommitted: in(selfCommittedSQL), reap: in(reapSQL),
 		work: newWorkQueries(in), flow: newFlowQueries(in),
 	}
 }

@@ -25,16 +25,15 @@ WITH claimed AS (
     clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
-// takeFlowSQL takes over the lock of a key that no worker holds; the token that was read decides
-// between two takers. A holder whose lock expired has that token until then, and so may a holder
-// whose claim a server lost. So the values on which the taker decided (the request, the phases
-// done, the call in progress) must be as they were read, or no row matches; the other values are
-// returned as they are now. phase_since starts anew if certainly no call of the phase was made: a
-// person, the reconciler or the last holder said so, or there was no holder.
+// takeFlowSQL takes over the lock of a key that no worker holds. Two workers that read the same token
+// race; the UPDATE lets one win. The previous holder still has this token, so request, phases and
+// call must be unchanged since the read; the other values are returned as they are now. A row
+// without flow is one that work in one transaction failed. phase_since starts anew if certainly no
+// call of the phase was made: a person, the reconciler or the last holder said so, or there was no
+// holder.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
-  retried_at = CASE WHEN attempts = 0 THEN clock_timestamp() ELSE retried_at END,
   phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + `
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND (flow OPERATOR(pg_catalog.=) $10 OR flow IS NULL)
@@ -85,38 +84,17 @@ SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 const abandonedSQL = `-- idempotency.abandoned
 SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
 WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow OPERATOR(pg_catalog.=) $3 OR flow IS NULL)
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $3
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// isOverdue matches a key of a flow, not a failure count, that is unfinished after $3.
-const isOverdue = `state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND (flow OPERATOR(pg_catalog.=) $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
-
-const overdueSQL = `-- idempotency.overdue
-SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
-
-// giveUpSQL marks overdue keys that no worker holds for a person. A key that a person returned has
-// no attempts until it is taken, and its age counts from then. If a call may be running, the
-// reconciler waits for it, as in undecidedSQL.
-const giveUpSQL = `-- idempotency.give_up
-WITH old AS (
-  SELECT scope, operation, key FROM effectonce.idempotency_keys
-  WHERE ` + isOverdue + ` AND greatest(coalesce(phase_since, created_at), retried_at) <= clock_timestamp() - $3::interval AND attempts > 0
-    AND (locked_until IS NULL OR locked_until <= clock_timestamp()) LIMIT $4 FOR UPDATE SKIP LOCKED)
-UPDATE effectonce.idempotency_keys k SET state = CASE WHEN calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
-  error = left(pg_catalog.concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,
-  retry_at = CASE WHEN calling IS NOT NULL THEN clock_timestamp() + $5::interval END
-FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key`
-
-const overdueText = "it is unfinished for longer than AgeMax"
-
-// undecidedKeysSQL is the work list of a reconciler: keys of its flow; only flows set locked_by.
-// Work in one transaction is in doubt because it committed by itself, or acted in another system: a
-// flow knows nothing of it, and has no phase to continue at. The reap of an operator, and of the
-// previous release, leave locked_by set, so the error text is compared, too.
+// undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is
+// in doubt has no locked_by, also under a key that it took from a flow: it committed by itself, or
+// acted in another system, and has no phase to continue at. The error text is compared because the
+// reap of an operator, who may not write locked_by, leaves it set.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
-  AND (flow OPERATOR(pg_catalog.=) $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + selfCommittedText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
+  AND flow OPERATOR(pg_catalog.=) $6 ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL returns a key to its phases.
 const decidedSQL = `-- idempotency.decided
@@ -126,7 +104,6 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string
 	abandoned, leave, guard, undecidedKeys, decided                 string
-	overdue, giveUp                                                 string
 }
 
 func newFlowQueries(in func(string) string) flowQueries {
@@ -134,6 +111,5 @@ func newFlowQueries(in func(string) string) flowQueries {
 		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
 		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
-		overdue: in(overdueSQL), giveUp: in(giveUpSQL),
 	}
 }

@@ -8,9 +8,8 @@ INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, sta
 VALUES ($1::text, $2::text, $3::text, $7::bytea, 'finished', $4, 1, clock_timestamp() + $5::interval)
 ON CONFLICT DO NOTHING RETURNING attempts, set_config('lock_timeout', $6, true) -- of the work`
 
-// takeWorkSQL takes over a key whose earlier attempts failed, also from a flow. The columns that a
-// failure of the work keeps are changed only at the end of the work: the row's lock keeps others
-// out until then.
+// takeWorkSQL takes a key that is counted as failed, also from a flow. On another failure the other
+// columns keep their values.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', attempts = attempts + 1, error = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isRunning + ` AND lock_token = $7 AND fingerprint OPERATOR(pg_catalog.=) $8

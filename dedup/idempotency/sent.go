@@ -2,9 +2,7 @@ package idempotency
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
-	"net"
 	"net/http/httptrace"
 	"sync/atomic"
 )
@@ -37,41 +35,10 @@ func CalledOnce(ctx context.Context) bool {
 	return ok && s.once
 }
 
-type notSentError struct{ err error }
-
-func (e *notSentError) Error() string { return e.err.Error() }
-func (e *notSentError) Unwrap() error { return e.err }
-
-// NotSent is the marker method that errors of keyclient.Single have, too.
-func (e *notSentError) NotSent() bool { return true }
-
-// NotSent marks err if it shows that a net/http request was not sent: connection refused, no route,
-// unknown name, rejected certificate, no TLS. It returns every other error, and nil, unchanged. The
-// Call of a phase returns it instead of NotDone: the call of an AtMostOnce phase may then be
-// repeated. Elsewhere it has no effect.
-//
-// The mark is verified: it counts only if the request was made under the context of the Call, and
-// no request under that context got a connection. The check is needed because an http.Transport
-// that sent a request over a connection which was then closed tries another one, and returns the
-// error of that: refused. Errors of keyclient.Single count without NotSent. Calls through other
-// clients than net/http's, or under another context, are not seen: let a phase make one request
-// with an effect. If it must make another request first (for a token), or uses another client,
-// inspect the error and use NotDone.
-func NotSent(err error) error {
-	var dial *net.OpError
-	var name *net.DNSError
-	var certificate *tls.CertificateVerificationError
-	var noTLS tls.RecordHeaderError
-	switch {
-	case errors.As(err, &dial) && (dial.Op == "dial" || dial.Op == "proxyconnect"),
-		errors.As(err, &name), errors.As(err, &certificate), errors.As(err, &noTLS):
-		return &notSentError{err}
-	}
-	return err
-}
-
 // certainlyNotDone reports whether the error of a call proves that the foreign system did nothing:
-// the caller returned NotDone, or neither the request nor any other one of this call was sent.
+// the caller returned NotDone; or an error of keyclient.Single says that the request was not sent,
+// and no other one under the context of the call got a connection either: an http.Transport whose
+// connection was closed after it sent a request tries another one, and returns the error of that.
 func certainlyNotDone(ctx context.Context, err error) bool {
 	var not *notDoneError
 	if errors.As(err, &not) {

@@ -94,7 +94,9 @@ func TestEveryWriteOfAHolderChecksTheToken(t *testing.T) {
 func TestTokenOfAForgottenClaimIsNoLaterOnes(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
+	flow := func() *idempotency.Flow[payment] { // of another process
+		return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
+	}
 	claimed, frozen, later := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	first := crashpoint.With(t.Context(), func(point string) {
 		if point != crashpoint.KeyClaimed {
@@ -109,12 +111,12 @@ func TestTokenOfAForgottenClaimIsNoLaterOnes(t *testing.T) {
 			}
 		})
 		go func() {
-			_, err := flow.Do(second, key("k"), nil)
+			_, err := flow().Do(second, key("k"), nil)
 			later <- err
 		}()
 		<-claimed
 	})
-	_, err := flow.Do(first, key("k"), nil)
+	_, err := flow().Do(first, key("k"), nil)
 	close(frozen)
 	require.ErrorIs(t, err, idempotency.ErrLockLost)
 	require.NoError(t, <-later)

@@ -285,14 +285,12 @@ func TestReasons(t *testing.T) {
 		after  time.Duration
 	}{
 		{&idempotency.CrowdedError{RetryAfter: time.Minute}, codes.ResourceExhausted, grpckey.ReasonTooManyWaiting, time.Minute},
-		{&idempotency.QuotaError{Max: 1}, codes.ResourceExhausted, grpckey.ReasonTooManyKeys, 3 * time.Second},
 		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, grpckey.ReasonKeyInProgress, time.Second},
 		{idempotency.ErrMismatch, codes.InvalidArgument, grpckey.ReasonKeyReused, 0},
 		{idempotency.ErrIndeterminate, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
 		{idempotency.ErrAbandoned, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
 		{idempotency.ErrUnanswered, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
 		{idempotency.ErrUnreadable, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
-		{idempotency.ErrUnsealed, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
 		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, grpckey.ReasonUnavailable, 3 * time.Second},
 		{errors.New("canary"), codes.Internal, grpckey.ReasonInternal, 0},
 	} {

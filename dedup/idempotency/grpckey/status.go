@@ -35,7 +35,6 @@ const (
 	ReasonUnauthenticated Reason = "UNAUTHENTICATED"               // Unauthenticated
 	ReasonKeyInProgress   Reason = "IDEMPOTENCY_KEY_IN_PROGRESS"   // Aborted, RetryInfo
 	ReasonTooManyWaiting  Reason = "IDEMPOTENCY_TOO_MANY_WAITING"  // ResourceExhausted, RetryInfo
-	ReasonTooManyKeys     Reason = "IDEMPOTENCY_TOO_MANY_KEYS"     // ResourceExhausted, RetryInfo
 	ReasonKeyUndecided    Reason = "IDEMPOTENCY_KEY_UNDECIDED"     // FailedPrecondition: whether it was executed is unknown, or it was given up: a person decides
 	ReasonNotKept         Reason = "IDEMPOTENCY_RESPONSE_NOT_KEPT" // FailedPrecondition: it was executed, and its response was too large to be stored
 	ReasonKeyExpired      Reason = "IDEMPOTENCY_KEY_EXPIRED"       // FailedPrecondition: it was executed, longer ago than its response is stored
@@ -61,8 +60,6 @@ func describe(reason Reason) (codes.Code, string) {
 		return codes.Aborted, "a call with this idempotency key is being executed: retry later with the same key"
 	case ReasonTooManyWaiting:
 		return codes.ResourceExhausted, "too many calls wait for this key, or for keys of this caller: retry later with the same key"
-	case ReasonTooManyKeys:
-		return codes.ResourceExhausted, "this caller has reached the limit of stored keys: retry later with the same key"
 	case ReasonKeyUndecided:
 		return codes.FailedPrecondition, "the outcome of the call with this key has to be looked into: do not send it again under another key"
 	case ReasonNotKept:
@@ -96,12 +93,9 @@ func refusal(reason Reason, retryAfter time.Duration) error {
 func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 	var busy *idempotency.InProgressError
 	var crowded *idempotency.CrowdedError
-	var quota *idempotency.QuotaError
 	switch {
 	case errors.As(err, &crowded):
 		return ReasonTooManyWaiting, cmp.Or(crowded.RetryAfter, i.cfg.RetryAfter)
-	case errors.As(err, &quota):
-		return ReasonTooManyKeys, cmp.Or(quota.RetryAfter, i.cfg.RetryAfter)
 	case errors.As(err, &busy):
 		return ReasonKeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress):
@@ -110,7 +104,7 @@ func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 		return ReasonKeyReused, 0
 	case errors.Is(err, idempotency.ErrIndeterminate), errors.Is(err, idempotency.ErrAbandoned):
 		return ReasonKeyUndecided, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable), errors.Is(err, idempotency.ErrUnsealed):
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable):
 		return ReasonUnanswered, i.cfg.RetryAfter
 	case serving.Passing(err):
 		return ReasonUnavailable, i.cfg.RetryAfter

@@ -2,23 +2,18 @@ package httpkey_test
 
 import (
 	"bytes"
-	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"mime/multipart"
 	"net/http"
 	"os"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -26,7 +21,6 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // Property: New reports everything that is wrong at once, with field, value and bound.
@@ -36,11 +30,11 @@ func TestNewReportsAllProblems(t *testing.T) {
 		Operation:       idempotency.Config{ResponseBytesMax: 100},
 		PassThrough:     []string{"get", ""},
 		PassWithoutKey:  []string{"put"},
-		RequestBytesMax: -1, JSONDepthMax: 1001, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
+		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "JSONDepthMax 1001", "ReadTimeout -1ns",
+		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "ReadTimeout -1ns",
 		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
@@ -356,184 +350,4 @@ func TestReadTimeoutEndsWithTheBody(t *testing.T) {
 	}
 	require.Len(t, connections, 1)
 	require.Equal(t, 4, effects(t, pool))
-}
-
-// accepting serves a flow of one call at /charges, and its status resources.
-func accepting(t *testing.T, pool *pgxpool.Pool, cfg httpkey.Config, accept httpkey.Accept, call func(step *idempotency.Step[charge]) error) (*server, *httpkey.Middleware) {
-	t.Helper()
-	m := newMiddleware(t, pool, cfg)
-	flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{StoreRequest: true, RetryAfter: time.Millisecond}, idempotency.Phase[charge]{
-		Name: "charged",
-		Call: func(_ context.Context, step *idempotency.Step[charge]) error {
-			step.Finish(idempotency.Response{Status: 201, Header: http.Header{"X-Drop": {"a"}}, Body: append([]byte("charged "), step.Request...)})
-			return call(step)
-		},
-	})
-	require.NoError(t, err)
-	accept.StatusURL = "/status/"
-	handler, err := httpkey.AcceptHandler(m, flow, nil, accept)
-	require.NoError(t, err)
-	mux := http.NewServeMux()
-	mux.Handle("POST /orders", handler)
-	mux.Handle("GET /status/{request}", m.StatusHandler())
-	return serve(t, mux), m
-}
-
-// status asks a status resource.
-func (s *server) status(t *testing.T, location string, header ...string) answer {
-	t.Helper()
-	a, err := s.ask(t.Context(), http.MethodGet, location, "", "", header...)
-	require.NoError(t, err)
-	return a
-}
-
-// posted sends a request in a goroutine of its own.
-func (s *server) posted(t *testing.T, key, body string) <-chan answer {
-	t.Helper()
-	answers := make(chan answer, 1)
-	go func() {
-		a, _ := s.ask(t.Context(), http.MethodPost, "/orders", key, body)
-		answers <- a
-	}()
-	return answers
-}
-
-func requireAccepted(t *testing.T, a answer) (location string) {
-	t.Helper()
-	require.Equal(t, 202, a.status, a.body)
-	require.JSONEq(t, `{"status": "in progress"}`, a.body)
-	require.Equal(t, "3", a.header.Get("Retry-After"))
-	require.Equal(t, "no-store", a.header.Get("Cache-Control"))
-	return a.header.Get("Location")
-}
-
-// locked is a buffer for logs of goroutines.
-type locked struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *locked) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-func (l *locked) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
-
-// Property: settings with which a 202 could not be honoured are rejected, all at once.
-func TestAcceptSettingsAreChecked(t *testing.T) {
-	t.Parallel()
-	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{})
-	_, err := httpkey.AcceptHandler(m, shipped(t, m, idempotency.FlowConfig[charge]{CallMax: time.Hour}), nil, httpkey.Accept{After: 30 * time.Second, AtOnceMax: -1})
-	for _, want := range []string{
-		"FlowConfig.CallMax 1h0m0s: want less", "After 30s: want less than Config.HandlerTimeout, 30s", "AtOnceMax -1: want 1 to 100000",
-		`StatusURL "": want a URL or a path that ends with a slash`, "FlowConfig.StoreRequest false: want true",
-	} {
-		require.ErrorContains(t, err, want)
-	}
-}
-
-// Property: a slow flow is accepted, at each attempt, with a status resource that has its outcome
-// later, for its caller alone, and runs once. Drain waits for it, or until its context ends.
-func TestLongFlowIsAccepted(t *testing.T) {
-	t.Parallel()
-	sealer, err := idempotency.NewAESSealer(map[string][]byte{"a": bytes.Repeat([]byte("k1"), 16)}, "a")
-	require.NoError(t, err)
-	cfg := httpkey.Config{RetryAfter: 3 * time.Second, Operation: idempotency.Config{WaitMax: 300 * time.Millisecond, Seal: sealer}}
-	calls, release := make(chan struct{}, 9), make(chan struct{})
-	pool := newPool(t)
-	s, m := accepting(t, pool, cfg, httpkey.Accept{After: 10 * time.Millisecond}, func(*idempotency.Step[charge]) error {
-		calls <- struct{}{}
-		<-release
-		return nil
-	})
-	require.NoError(t, m.Drain(t.Context()), "none runs")
-	location := requireAccepted(t, s.post(t, "canary/key", "a"))
-	plain, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(location, "/status/"))
-	require.NoError(t, err)
-	require.NotContains(t, string(plain), "canary")
-	testwait.Chan(t, "the call begins", calls)
-	again := requireAccepted(t, s.post(t, "canary/key", "a"))
-	require.Empty(t, requireAccepted(t, s.status(t, again)))
-	requireProblem(t, s.post(t, "canary/key", "b"), 422, httpkey.ProblemKeyReused)
-	requireProblem(t, s.status(t, location, "X-Tenant", "other"), 404, httpkey.ProblemKeyUnknown)
-	for _, unknown := range []string{base64.RawURLEncoding.EncodeToString([]byte("other")), "!", "a"} {
-		requireProblem(t, s.status(t, "/status/"+unknown), 404, httpkey.ProblemKeyUnknown)
-	}
-	ended, end := context.WithCancel(t.Context())
-	end()
-	err = m.Drain(ended)
-	require.ErrorIs(t, err, context.Canceled)
-	require.Regexp(t, "of [12] accepted flows", err.Error(), "the second attempt may still wait for the first")
-	close(release)
-	require.NoError(t, m.For("another").Drain(t.Context()), "the outcome is stored by then")
-	a := s.status(t, location)
-	require.Equal(t, 201, a.status)
-	require.True(t, a.replayed())
-	require.Equal(t, "charged a", a.body)
-	require.Equal(t, "no-store", a.header.Get("Cache-Control"))
-	require.True(t, s.post(t, "canary/key", "a").replayed())
-	require.Empty(t, calls, "one call")
-}
-
-// Property: an error or a panic after a 202 is logged, and does not end the process; the next request
-// continues. If the client still waits, it gets the answer of a FlowHandler, or the panic.
-func TestAcceptedFlowThatFails(t *testing.T) {
-	t.Parallel()
-	var log locked
-	cfg := operation(idempotency.Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
-	cfg.RetryAfter = 3 * time.Second
-	for _, failure := range []string{"away for now", "panicked in the call"} {
-		fail := make(chan struct{})
-		s, _ := accepting(t, newPool(t), cfg, httpkey.Accept{After: time.Millisecond}, func(step *idempotency.Step[charge]) error {
-			if step.Attempt > 1 {
-				return nil
-			}
-			testwait.Chan(t, "the call fails", fail)
-			if failure == "away for now" {
-				return errors.New(failure)
-			}
-			panic(failure)
-		})
-		requireAccepted(t, s.post(t, "k", "a"))
-		close(fail)
-		testwait.True(t, "it is logged", func() bool { return strings.Contains(log.String(), failure) })
-		testwait.Equal(t, 201, "the next request continues", func() int { return s.post(t, "k", "a").status })
-	}
-	s, _ := accepting(t, newPool(t), cfg, httpkey.Accept{After: 20 * time.Second}, func(step *idempotency.Step[charge]) error {
-		if string(step.Request) == "bad" {
-			return errors.New("canary")
-		}
-		panic("early")
-	})
-	requireProblem(t, s.post(t, "l", "bad"), 503, httpkey.ProblemUnavailable)
-	_, err := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
-	require.Error(t, err, "net/http ends the connection")
-}
-
-// Property: a key that another process works on is accepted; its status resource tells the states of
-// a key.
-func TestStatusOfAKey(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	cfg := httpkey.Config{RetryAfter: 3 * time.Second, Operation: idempotency.Config{WaitMax: time.Millisecond}}
-	s, _ := accepting(t, pool, cfg, httpkey.Accept{After: 20 * time.Second}, func(*idempotency.Step[charge]) error { return nil })
-	require.Equal(t, 201, s.post(t, "k", "a").status)
-	status := func(key string) answer {
-		return s.status(t, "/status/"+base64.RawURLEncoding.EncodeToString([]byte(key)))
-	}
-	require.True(t, status("k").replayed())
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', locked_until = clock_timestamp() + interval '1 hour'`)
-	require.NoError(t, err)
-	require.NotEmpty(t, requireAccepted(t, s.post(t, "k", "a")))
-	require.Empty(t, requireAccepted(t, status("k")))
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'indeterminate', locked_until = NULL`)
-	require.NoError(t, err)
-	requireProblem(t, status("k"), 409, httpkey.ProblemKeyUndecided)
-	requireProblem(t, status("other"), 404, httpkey.ProblemKeyUnknown)
 }

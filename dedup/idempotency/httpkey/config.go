@@ -61,23 +61,14 @@ type Config struct {
 	// client, and is not stored. 1 byte to 1 GiB; default 8 MiB, or Operation.ResponseBytesMax if
 	// that is larger.
 	BufferBytesMax int
-	// Headers of responses to store and replay, in addition to ReplayedHeaders. Cookies,
-	// credentials, headers of the connection, and names that look like a credential (X-Auth-Token,
-	// X-Api-Key: idempotency.NeverStored) are rejected.
+	// Headers of responses to store and replay, in addition to ReplayedHeaders: none that may not be
+	// shown again (tokens), and none that idempotency.NeverStored reports.
 	Headers []string
 	// Outcome decides by the status what happens to a response. Default: DefaultOutcome.
 	Outcome func(status int) Outcome
 	// Fingerprint returns the part of the body that distinguishes requests; method, path, query and
-	// media type always count. An error is answered with 400. Default: Canonical. See Without.
+	// media type always count. An error is answered with 400. Default: Canonical.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
-	// JSONDepthMax is how deep arrays and objects of a JSON body may be nested; a deeper body is
-	// answered with 400, ProblemTooDeep, before any SQL. 1 to 1000; default 64.
-	JSONDepthMax int
-	// Query reports whether parameters of a name count in the fingerprint; those that do count as
-	// written, in their order. A parameter that does not count must have no effect. Default: the
-	// whole query counts. After a change of Query, retries of requests executed before it get 422
-	// if their query has a parameter whose status changed.
-	Query func(name string) bool
 	// Describe writes the body of an answer that this package gives instead of the handler's, and
 	// returns its media type. It does not affect status and headers. Default: ProblemJSON.
 	Describe func(r *http.Request, answer Answer) (contentType string, body []byte)
@@ -119,7 +110,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 			return failed(err)
 		}
 		response := cfg.Operation.Failed(err)
-		response.Header = m.kept(response.Header, nil)
+		response.Header = m.kept(response.Header)
 		return response
 	}
 	op, err := idempotency.New(pool, m.cfg.Operation)
@@ -140,9 +131,6 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 type operations struct {
 	mu sync.Mutex
 	of map[string]*Middleware
-
-	flows int           // running flows of AcceptHandlers
-	idle  chan struct{} // closed when the last one ended; nil before the first one
 }
 
 // For returns the middleware of another operation, with the same settings: the same key in two
@@ -178,7 +166,6 @@ func (c *Config) check() []error {
 	)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
-		bounds.Int{Field: "JSONDepthMax", Value: &c.JSONDepthMax, Default: 64, Min: 1, Max: 1000},
 		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},
 	)...)
 	if c.BufferBytesMax < c.Operation.ResponseBytesMax {
@@ -201,8 +188,8 @@ func (c *Config) check() []error {
 		switch {
 		case !isName(name):
 			problems = append(problems, bounds.Problem("Headers", fmt.Sprintf("%q", name), "the name of a header"))
-		case neverReplayed(name):
-			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment, or reads like a credential"))
+		case idempotency.NeverStored(name):
+			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
 		}
 	}
 	if docs, err := url.Parse(c.DocsURL); c.DocsURL != "" && (err != nil || docs.Host == "" || !slices.Contains([]string{"http", "https"}, docs.Scheme) || strings.ContainsAny(c.DocsURL, "<> ")) {

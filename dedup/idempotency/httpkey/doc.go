@@ -45,11 +45,10 @@
 // DefaultOutcome decides by the status: 2xx and 3xx are committed and stored. A 4xx that a retry
 // would get again is stored, and the handler's writes are rolled back. 401, 403, 408, 409, 423,
 // 425, 429 and 5xx store nothing and free the key. A panic rolls back and is passed on. The status,
-// the body, and the headers of ReplayedHeaders and Config.Headers are stored. Cookies and
-// credentials never are (idempotency.NeverStored decides by the name), nor headers that an outer
-// layer had already set: it sets its own at a replay. At a replay Vary is the union of both, and
-// CORS headers of an outer layer replace the stored ones. Operation.Seal encrypts headers and
-// bodies.
+// the body, and the headers of ReplayedHeaders and Config.Headers are stored; those that
+// idempotency.NeverStored reports, such as Set-Cookie, never are. At a replay a header that an outer
+// layer has set stays, unless it describes the body (Content-Type and the like). CORS headers and
+// Vary belong into an outer layer. Operation.Seal encrypts headers and bodies.
 //
 // A client that retries after Operation.Window finds its key forgotten, and its request is executed
 // again, unless rows of the first execution prevent it: let a handler insert rows under
@@ -61,16 +60,16 @@
 // POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with
 // one. GET, HEAD, OPTIONS and TRACE pass through. See Config.PassThrough and Config.PassWithoutKey.
 //
-// Calls to other systems do not belong in a transaction: see FlowHandler, and AcceptHandler for
-// slow work.
+// Calls to other systems do not belong in a transaction: see FlowHandler. Slow work is answered
+// with 202 and done by a consumer: see examples/accepted.
 //
 // # What this package answers itself
 //
 // The middleware answers with problems of RFC 9457, each with its own type: see Problem, and
 // Config.Describe for another format. 409 with Retry-After means that another request is executing
 // under the key, 409 without it that a person has to decide. 422 means that the key belongs to
-// another request, 429 that too many requests of this caller are waiting or too many of its keys
-// are stored, 503 that the same key may be retried. 410 means that the request was executed, and
+// another request, 429 that too many requests of this caller are waiting, 503 that the same key
+// may be retried. 410 means that the request was executed, and
 // that its response was too large to be stored, or is no longer stored.
 //
 // docs/how-to/http-keys.md has a table of all kinds of bad requests, and of requests whose client
@@ -105,9 +104,9 @@
 //
 // # Caveats
 //
-// Requests are distinguished by method, path, query (see Config.Query), media type and body. A
+// Requests are distinguished by method, path, query, media type and body. A
 // multipart form that is rebuilt for a retry has another boundary, and is another request: let the
-// client send the same bytes, or set Config.Fingerprint. Trailers and informational responses (1xx)
-// of a handler are not sent. Content that the handler encoded is replayed in the same encoding:
+// client send the same bytes, or set Config.Fingerprint. Informational responses (1xx) of a handler are not
+// sent. Content that the handler encoded is replayed in the same encoding:
 // compress outside.
 package httpkey

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/bounds"
@@ -34,11 +33,22 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 	if err := errors.Join(flowProblems(m, flow)...); err != nil {
 		return nil, err
 	}
-	return m.flowHandler(request, false, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		key, body, ok := m.readFlow(w, r, request)
+		if !ok {
+			return
+		}
 		ctx, cancel := m.outliving(r)
 		defer cancel()
 		response, err := flow.Do(ctx, key, body)
-		m.answerFlow(w, r, key, response, err)
+		switch {
+		case err != nil:
+			m.failFlow(w, r, key, err)
+		case response.Replayed:
+			m.replay(w, r, response)
+		default:
+			m.write(w, r, response)
+		}
 	}), nil
 }
 
@@ -52,34 +62,27 @@ func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []e
 	return problems
 }
 
-// flowHandler reads a request, converts it, and passes it to do, which executes and answers it.
-// accepts: the answer may be a 202, which an enclosing middleware would store as the outcome.
-func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), accepts bool, do func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte)) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if e := from(r.Context()); e != nil && (accepts || e.key.Operation == m.cfg.Operation.Operation) {
-			m.log.ErrorContext(r.Context(), "a FlowHandler or AcceptHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
-			m.refuse(w, r, ProblemInternal, 0)
-			return
-		}
-		key, body, ok := m.readRequest(w, r)
-		if !ok {
-			return
-		}
-		if request != nil {
-			made, err := m.made(r, request, body) //nolint:contextcheck // it outlives its client
-			var final *idempotency.FinalError
-			switch {
-			case errors.As(err, &final):
-				m.write(w, r, final.Response)
-				return
-			case err != nil:
-				m.refuse(w, r, ProblemUnreadable, 0)
-				return
-			}
-			body = made
-		}
-		do(w, r, key, body)
-	})
+// readFlow returns the key of a request and the input of the phases, or answers with the reason why
+// it cannot.
+func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request func(r *http.Request) ([]byte, error)) (idempotency.Key, []byte, bool) {
+	if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
+		m.log.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
+		m.refuse(w, r, ProblemInternal, 0)
+		return idempotency.Key{}, nil, false
+	}
+	key, body, ok := m.readRequest(w, r)
+	if !ok || request == nil {
+		return key, body, ok
+	}
+	input, err := m.made(r, request, body) //nolint:contextcheck // it outlives its client
+	var final *idempotency.FinalError
+	switch {
+	case errors.As(err, &final):
+		m.write(w, r, final.Response)
+	case err != nil:
+		m.refuse(w, r, ProblemUnreadable, 0)
+	}
+	return key, input, err == nil
 }
 
 // made returns the input of the phases.
@@ -96,26 +99,9 @@ func (m *Middleware) outliving(r *http.Request) (context.Context, context.Cancel
 	return context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
 }
 
-func (m *Middleware) answerFlow(w http.ResponseWriter, r *http.Request, key idempotency.Key, response idempotency.Response, err error) {
-	switch {
-	case err != nil:
-		m.failFlow(w, r, key, err)
-	case response.Replayed:
-		m.replay(w, r, response)
-	default:
-		m.write(w, r, response)
-	}
-}
-
-// failFlow answers for a flow that stopped.
+// failFlow answers for a flow that stopped. An error of a phase is not an outcome: the flow can be
+// resumed.
 func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error) {
-	kind, retryAfter := m.stopped(r, key, err)
-	m.refuse(w, r, kind, retryAfter)
-}
-
-// stopped logs why a flow stopped, and returns the problem for its client. An error of a phase is
-// not an outcome: the flow can be resumed.
-func (m *Middleware) stopped(r *http.Request, key idempotency.Key, err error) (Problem, time.Duration) {
 	kind, retryAfter := m.problem(err)
 	if kind == ProblemInternal {
 		kind, retryAfter = ProblemUnavailable, m.cfg.RetryAfter
@@ -123,5 +109,5 @@ func (m *Middleware) stopped(r *http.Request, key idempotency.Key, err error) (P
 	if describe(kind).Status >= http.StatusInternalServerError {
 		m.log.ErrorContext(r.Context(), "a flow stopped before its end", "key", key, "problem", kind, "error", err)
 	}
-	return kind, retryAfter
+	m.refuse(w, r, kind, retryAfter)
 }

@@ -21,10 +21,10 @@ var (
 )
 
 // ParseKey reads the Idempotency-Key of a request and returns the value under which it is claimed,
-// for other code that needs it, such as region.Config.Key. The key is 1 to 255 visible ASCII
-// characters, in one of two equivalent forms: raw, as most clients send it, or as a string of RFC
-// 8941, as the draft of the header says. A proxy that joins two headers puts a space between them,
-// which is refused like two headers. Errors are ErrNoKey and ErrMalformedKey.
+// for other code that needs it, such as a router (examples/regions). The key is 1 to 255 visible
+// ASCII characters, in one of two equivalent forms: raw, as most clients send it, or as a string of
+// RFC 8941, as the draft of the header says. A proxy that joins two headers puts a space between
+// them, which is refused like two headers. Errors are ErrNoKey and ErrMalformedKey.
 func ParseKey(header http.Header) (string, error) {
 	values := header.Values(keyHeader)
 	if len(values) == 0 {

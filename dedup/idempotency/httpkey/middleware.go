@@ -61,11 +61,7 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 		return idempotency.Key{}, nil, false
 	}
 	fingerprint, err := m.fingerprint(r, body)
-	switch {
-	case errors.Is(err, errTooDeep):
-		m.refuse(w, r, ProblemTooDeep, 0)
-		return idempotency.Key{}, nil, false
-	case err != nil:
+	if err != nil {
 		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
@@ -143,7 +139,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			return idempotency.Response{}, &serving.GivenUpError{Err: m.final(err), Cut: tx.Conn().IsClosed()}
 		}
 		answered = response
-		response.Header = m.kept(response.Header, outer)
+		response.Header = m.kept(response.Header)
 		kept = response
 		switch m.cfg.Outcome(response.Status) {
 		case Commit:
@@ -181,7 +177,7 @@ func (m *Middleware) final(err error) error {
 		return err
 	}
 	response := final.Response
-	response.Header = m.kept(response.Header, nil)
+	response.Header = m.kept(response.Header)
 	return idempotency.Final(response, err)
 }
 
@@ -221,12 +217,9 @@ func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotenc
 func (m *Middleware) problem(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
 	var crowded *idempotency.CrowdedError
-	var quota *idempotency.QuotaError
 	switch {
 	case errors.As(err, &crowded):
 		return ProblemTooManyWaiting, cmp.Or(crowded.RetryAfter, m.cfg.RetryAfter)
-	case errors.As(err, &quota):
-		return ProblemTooManyKeys, cmp.Or(quota.RetryAfter, m.cfg.RetryAfter)
 	case errors.As(err, &busy):
 		return ProblemKeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):
@@ -237,7 +230,7 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyUndecided, 0
 	case errors.Is(err, idempotency.ErrAbandoned):
 		return ProblemKeyAbandoned, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable), errors.Is(err, idempotency.ErrUnsealed): // another replica may be able to read it
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // another replica may be able to read it
 		return ProblemUnanswered, m.cfg.RetryAfter
 	case serving.Passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter

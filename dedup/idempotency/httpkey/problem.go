@@ -21,9 +21,7 @@ const (
 	ProblemKeyInProgress   Problem = "urn:effectonce:problem:idempotency-key-in-progress"   // 409, Retry-After
 	ProblemKeyUndecided    Problem = "urn:effectonce:problem:idempotency-key-undecided"     // 409: whether it was executed is unknown, a person decides
 	ProblemKeyAbandoned    Problem = "urn:effectonce:problem:idempotency-key-abandoned"     // 409: it was given up, a person decides
-	ProblemKeyUnknown      Problem = "urn:effectonce:problem:idempotency-key-unknown"       // 404, of a status resource: the request is unknown
 	ProblemTooManyWaiting  Problem = "urn:effectonce:problem:idempotency-too-many-waiting"  // 429, Retry-After: the maximum waits for this key, or this caller's keys
-	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: the maximum number of the caller's keys is stored
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
 	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was executed; member "outcome" is its status
 	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was executed, longer ago than its response is stored
@@ -32,7 +30,6 @@ const (
 	ProblemUnreadable      Problem = "urn:effectonce:problem:request-unreadable"            // 400
 	ProblemReadTimeout     Problem = "urn:effectonce:problem:request-timeout"               // 408
 	ProblemTooLarge        Problem = "urn:effectonce:problem:request-too-large"             // 413
-	ProblemTooDeep         Problem = "urn:effectonce:problem:request-too-deep"              // 400: see Config.JSONDepthMax
 	ProblemInternal        Problem = "urn:effectonce:problem:internal"                      // 500: not executed
 	ProblemUnavailable     Problem = "urn:effectonce:problem:unavailable"                   // 503, Retry-After: not executed, or resumable
 )
@@ -65,12 +62,8 @@ func describe(kind Problem) Answer {
 		return p(409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key.")
 	case ProblemKeyAbandoned:
 		return p(409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key.")
-	case ProblemKeyUnknown:
-		return p(404, "No such request", "Nothing is known of this request: it was never made, or its outcome is not kept any more.")
 	case ProblemTooManyWaiting:
 		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key.")
-	case ProblemTooManyKeys:
-		return p(429, "Too many keys", "This caller has reached the limit of stored keys. Nothing was done. Retry later with the same key.")
 	case ProblemKeyReused:
 		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
 	case ProblemResponseDropped:
@@ -87,8 +80,6 @@ func describe(kind Problem) Answer {
 		return p(408, "The request took too long", "The body did not arrive in time. Nothing was done.")
 	case ProblemTooLarge:
 		return p(413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done.")
-	case ProblemTooDeep:
-		return p(400, "The request is nested too deeply", "Arrays and objects of the body are nested deeper than this endpoint accepts. Nothing was done.")
 	case ProblemUnavailable:
 		return p(503, "Not available", "The request could not be executed now. Retry with the same key.")
 	case ProblemInternal:

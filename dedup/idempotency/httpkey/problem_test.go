@@ -37,8 +37,6 @@ func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 		after string
 	}{
 		{&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}, httpkey.ProblemTooManyWaiting, "2"},
-		{&idempotency.QuotaError{Max: 1, RetryAfter: time.Minute}, httpkey.ProblemTooManyKeys, "60"},
-		{&idempotency.QuotaError{Max: 1}, httpkey.ProblemTooManyKeys, "7"},
 	} {
 		s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { m.Fail(w, r, fmt.Errorf("once: %w", c.err)) }))
 		a := s.post(t, "k", "a")

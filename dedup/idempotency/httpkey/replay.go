@@ -2,8 +2,8 @@ package httpkey
 
 import (
 	"bytes"
+	"maps"
 	"net/http"
-	"slices"
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -11,26 +11,18 @@ import (
 )
 
 // ReplayedHeaders are the headers of a response that are stored and replayed by default, in
-// canonical form: they describe its content and who may read it, and do not belong to one client or
-// connection.
-func ReplayedHeaders() []string { return headers.All(headers.Kept) }
+// canonical form: they describe its content, and do not belong to one client or connection.
+func ReplayedHeaders() []string { return headers.Kept() }
 
-// neverReplayed reports headers of one client, one connection or one moment, or that look like a
-// credential.
-func neverReplayed(name string) bool { return headers.Of(name) >= headers.Once }
-
-// kept returns the headers to store. It drops headers that still have the value that an outer layer
-// set before the handler ran: that layer sets its own at a replay.
-func (m *Middleware) kept(header, outer http.Header) map[string][]string {
-	return headers.Select(header, func(name string) bool {
-		given, ok := outer[name]
-		return m.keep[http.CanonicalHeaderKey(name)] && (!ok || !slices.Equal(given, header[name]))
-	})
+// kept returns the headers to store.
+func (m *Middleware) kept(header http.Header) map[string][]string {
+	return headers.Select(header, func(name string) bool { return m.keep[http.CanonicalHeaderKey(name)] })
 }
 
 // first sends the handler's whole answer; its header includes what outer layers set.
 func (m *Middleware) first(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
-	headers.First(w.Header(), response.Header)
+	clear(w.Header())
+	maps.Copy(w.Header(), response.Header)
 	response.Header = nil
 	m.write(w, r, response)
 }
@@ -40,12 +32,8 @@ func (m *Middleware) replay(w http.ResponseWriter, r *http.Request, response ide
 	header := w.Header()
 	header.Set(replayedHeader, "true")
 	header.Set("Cache-Control", "no-store")
-	response.Header = headers.Select(response.Header, func(name string) bool {
-		ofBody := strings.HasPrefix(http.CanonicalHeaderKey(name), "Content-")
-		return !neverReplayed(name) && (!response.BodyDropped || !ofBody)
-	})
 	if response.BodyDropped {
-		headers.Add(header, response.Header)
+		add(header, headers.Select(response.Header, func(name string) bool { return !ofBody(name) }))
 		gone := describe(ProblemResponseDropped)
 		gone.Outcome = response.Status
 		m.send(w, r, gone)
@@ -59,10 +47,22 @@ func (m *Middleware) write(w http.ResponseWriter, r *http.Request, response idem
 		m.send(w, r, describe(ProblemKeyExpired))
 		return
 	}
-	headers.Add(w.Header(), response.Header)
+	add(w.Header(), response.Header)
 	if response.Status == 0 {
 		response.Status = http.StatusOK
 	}
 	w.WriteHeader(response.Status)
 	_, _ = w.Write(response.Body) // a client that is gone retries
 }
+
+// add adds stored headers to those of this answer. What an outer layer has set stays, except where
+// it describes the body, which is the stored one.
+func add(to, header http.Header) {
+	for name, values := range header {
+		if name = http.CanonicalHeaderKey(name); len(to[name]) == 0 || ofBody(name) {
+			to[name] = values
+		}
+	}
+}
+
+func ofBody(name string) bool { return strings.HasPrefix(http.CanonicalHeaderKey(name), "Content-") }

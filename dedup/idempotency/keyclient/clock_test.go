@@ -125,34 +125,6 @@ func silent(act func(r *http.Request)) roundTripper {
 	}
 }
 
-// Property: a server that acts and then hangs causes no second effect if the http.Client has a
-// Timeout, which replaces errors that come after it: the request ends before it, with the key, also
-// one of the caller's. The text of the error does not have it.
-func TestClientWithATimeoutLosesNoKey(t *testing.T) {
-	t.Parallel()
-	for _, key := range []string{"", "mine-4127"} {
-		synctest.Test(t, func(t *testing.T) {
-			ctx, effects := t.Context(), map[string]bool{}
-			if key != "" {
-				ctx = keyclient.WithKey(ctx, key)
-			}
-			transport, err := keyclient.NewTransport(silent(func(r *http.Request) { effects[r.Header.Get("Idempotency-Key")] = true }), keyclient.TransportConfig{Honours: []string{"*"}})
-			require.NoError(t, err)
-			client := &http.Client{Transport: transport, Timeout: 10 * time.Second}
-			for range 2 { // also under its key
-				_, _, err = do(ctx, t, client, http.MethodPost, "http://bank.example", "x")
-				require.ErrorIs(t, err, context.DeadlineExceeded)
-				var unanswered *keyclient.UnansweredError
-				require.ErrorAs(t, err, &unanswered)
-				require.True(t, effects[unanswered.Key])
-				require.NotContains(t, err.Error(), unanswered.Key)
-				ctx = keyclient.WithKey(t.Context(), unanswered.Key) //nolint:fatcontext // it replaces the last one
-			}
-			require.Len(t, effects, 1)
-		})
-	}
-}
-
 // Property: a request ends within TotalMax, attempts in flight included, even if no server ever
 // answers. An attempt that gets no connection within AttemptMax was not sent, and the error says so.
 func TestTotalTimeIsBounded(t *testing.T) {
@@ -198,30 +170,5 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		require.ErrorIs(t, err, gone)
 		require.Equal(t, "k", unanswered.Key)
 		require.Equal(t, time.Second, time.Since(start))
-	})
-}
-
-// Property: an unwanted response whose body stalls delays the next attempt for a second at most;
-// the pause counts from the response.
-func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		for wait, most := range map[string]time.Duration{"0": time.Second, "30": 31 * time.Second} {
-			var attempts []time.Time
-			stalled, end := io.Pipe()
-			transport := network(func(attempt int) (*http.Response, error) {
-				if attempt == 1 {
-					return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {wait}}, Body: stalled}, nil
-				}
-				return answerOf(http.StatusOK, http.Header{}), nil
-			}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: 100 * time.Millisecond})
-			response, err := post(t, transport)
-			require.NoError(t, err)
-			require.NoError(t, response.Body.Close())
-			require.Len(t, attempts, 2)
-			require.LessOrEqual(t, attempts[1].Sub(attempts[0]), most)
-			_, err = end.Write([]byte("late"))
-			require.ErrorIs(t, err, io.ErrClosedPipe, "the body is closed")
-		}
 	})
 }

@@ -196,7 +196,7 @@ func (s *service) ask(ctx context.Context, client *http.Client, name string) (a 
 		return a, err
 	}
 	body, err := io.ReadAll(response.Body)
-	a = answer{response.StatusCode, response.Header, string(body), keyclient.SentKey(response, "")}
+	a = answer{response.StatusCode, response.Header, string(body), response.Request.Header.Get("Idempotency-Key")}
 	return a, errors.Join(err, response.Body.Close())
 }
 

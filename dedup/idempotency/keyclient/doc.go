@@ -1,5 +1,6 @@
-// Package keyclient sends HTTP requests with idempotency keys. Transport and Pending retry requests
-// to servers that honour keys; Single sends a request once, to servers that do not.
+// Package keyclient sends HTTP requests with idempotency keys. Transport retries requests to servers
+// that honour keys; Pending keeps their keys across restarts; Single sends a request once, to
+// servers that do not.
 //
 //	func main() {
 //		transport, err := keyclient.NewTransport(http.DefaultTransport, keyclient.TransportConfig{Honours: []string{"bank.example"}})
@@ -14,30 +15,17 @@
 //		log.Print(response.Status)
 //	}
 //
-// A request that must survive the death of the program has a name, and its key is on disk before it
-// is sent: see Pending.
-//
 // # The trap
 //
-// An Idempotency-Key is a promise by the server, and net/http takes it for granted: http.Transport
-// repeats a request that has the header if a reused connection closes without a response, even
-// after the server acted. A server that ignores the header acts twice, and neither the program nor
-// its log notices. Over HTTP/2 an http.Transport does that with or without the header, if the
-// server resets the stream. And an http.Client sends the body again if a redirect requires that
-// (307, 308).
+// http.Transport repeats a request that has an Idempotency-Key if a reused connection closes without
+// a response, even after the server acted. A server that ignores the header acts twice, and neither
+// the program nor its log notices. Over HTTP/2 it does that with or without the header, if the server
+// resets the stream. And an http.Client sends the body again for a redirect by 307 or 308.
 //
 //	client := &http.Client{Transport: keyclient.Single(http.DefaultTransport)} // sends each request once
 //
-// So make a call that must not be repeated, in an AtMostOnce phase (see idempotency.Phase), with
-// Single, or with a Transport, which behaves the same there, and with nothing around them that
-// retries. Make the request with the context of the Call: then an error proves that nothing was
-// sent if that is the case, and the key of the phase stays free. Any other error makes it
-// indeterminate. This holds for a phase with one request: an earlier one under the same context,
-// for example for a token, invalidates the proof.
-//
-// # What is retried
-//
-// The documentation of Transport has a table. If a server was not declared to honour keys
-// (TransportConfig.Honours), and has not shown that it does, an unsafe request is retried only if
-// nothing was done: a POST that times out returns one UnansweredError, and has at most one effect.
+// So make a call that must not be repeated, in an AtMostOnce phase (idempotency.Phase), with Single or
+// a Transport, with nothing around them that retries, and with the context of the Call: then an error
+// proves that nothing was sent if that is the case, and the key of the phase stays free. Any other
+// error makes it indeterminate. This holds for a phase with one request.
 package keyclient

@@ -2,6 +2,7 @@ package keyclient_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"net/http"
@@ -29,15 +30,18 @@ func ExamplePending() {
 		if charged { // also if the reply to the COMMIT below was lost
 			return pending.Forget(ctx, charge+order, key) // a request after that COMMIT made it pending again
 		}
-		asking := keyclient.WithRequestName(ctx, charge+order)
-		if key != "" {
-			asking = keyclient.WithKey(asking, key)
-		}
-		request, err := http.NewRequestWithContext(asking, http.MethodPost, "https://bank.example/charges", strings.NewReader(order))
+		sent, err := pending.Begin(ctx, charge+order, cmp.Or(key, idempotency.NewKey()))
 		if err != nil {
 			return err
 		}
-		response, err := client.Do(request) // its Transport has TransportConfig.Pending
+		if key != "" && sent != key {
+			return errors.New("another process began the request anew")
+		}
+		request, err := http.NewRequestWithContext(keyclient.WithKey(ctx, sent), http.MethodPost, "https://bank.example/charges", strings.NewReader(order))
+		if err != nil {
+			return err
+		}
+		response, err := client.Do(request)
 		if err != nil {
 			return err // it is pending: retry
 		}
@@ -49,7 +53,7 @@ func ExamplePending() {
 			if _, err := tx.Exec(ctx, `UPDATE orders SET charged = true WHERE id = $1`, order); err != nil {
 				return err
 			}
-			return pending.ForgetTx(ctx, tx, charge+order, keyclient.SentKey(response, ""))
+			return pending.ForgetTx(ctx, tx, charge+order, sent)
 		})
 	}
 	restarted := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *keyclient.Pending) error {

@@ -16,21 +16,9 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// PendingStore stores keys of requests that have a name, so that they survive the process. It is
-// called from many goroutines.
-type PendingStore interface {
-	// Begin returns the key that is pending under the name, or else makes fresh pending: durably,
-	// before it returns. If the caller chose another key than the pending one, it returns the
-	// pending one: that may have been sent.
-	Begin(ctx context.Context, request, fresh string) (key string, err error)
-	// Forget removes the name if it is still pending under that key. A name that is not pending is
-	// no error.
-	Forget(ctx context.Context, request, key string) error
-}
-
 // ErrPendingTooOld is a request whose first attempt is older than the time for which servers
-// remember keys: a retry could be executed again. Nothing was sent. Find out whether the server
-// acted, then Forget the key.
+// remember keys: a retry could be executed again. Find out whether the server acted, then Forget the
+// key.
 var ErrPendingTooOld = errors.New("request is pending for longer than its key is valid: find out whether the server acted, then forget it")
 
 // PendingConfig of a Pending.
@@ -46,7 +34,8 @@ type PendingConfig struct {
 	AgeMax time.Duration
 }
 
-// Pending is the PendingStore in PostgreSQL, table pending_requests. It is safe for concurrent use.
+// Pending stores the keys of requests in PostgreSQL, table pending_requests, until their responses
+// are stored, so that they survive the process. It is safe for concurrent use.
 type Pending struct {
 	pool *pgxpool.Pool
 	cfg  PendingConfig
@@ -76,8 +65,14 @@ func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 // beginsMax bounds the attempts of Begin for a name that is concurrently begun and forgotten.
 const beginsMax = 10
 
-// Begin implements PendingStore. It commits before it returns. After an error the state of the row
-// is unknown: the next Begin resolves it.
+// Begin returns the key that is pending under the name of a request ("charge order 4127"), or else
+// makes fresh pending, such as idempotency.NewKey() or a key that List returned. It commits before it
+// returns: send the request under WithKey(ctx, key) then. If fresh was sent before, and key is
+// another one, send nothing: another process began the request anew. A name has 1 to 255 bytes.
+//
+// The name stands for one effect until it is forgotten: after that it gets a new key, and a second
+// effect. So check first whether the response was stored. After an error the state of the row is
+// unknown: the next Begin resolves it.
 func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string, err error) {
 	if !storable(request) {
 		return "", fmt.Errorf("a name of %d bytes: want 1 to 255 bytes of UTF-8 without control characters", len(request))
@@ -103,14 +98,15 @@ func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string,
 	return "", errors.New("the name is repeatedly begun and forgotten by others")
 }
 
-// Forget implements PendingStore.
+// Forget removes the name if it is still pending under that key. A name that is not pending is no
+// error.
 func (p *Pending) Forget(ctx context.Context, request, key string) error {
 	return p.forget(ctx, p.pool, request, key)
 }
 
 // ForgetTx forgets a request in the transaction that stores its response: both are committed, or
-// neither. key is SentKey of the response. If the reply to that COMMIT is lost, check whether the
-// response was stored before you retry: if it was, the name is free, and would get a new key.
+// neither. If the reply to that COMMIT is lost, check whether the response was stored before you
+// retry: if it was, the name is free, and would get a new key.
 func (p *Pending) ForgetTx(ctx context.Context, tx pgx.Tx, request, key string) error {
 	return p.forget(ctx, tx, request, key)
 }
@@ -135,10 +131,9 @@ type PendingRequest struct {
 
 // List returns what is pending after a restart: at most limit requests, in the order of their
 // names, starting after the name after. For each, check first whether its response was stored: if
-// so, Forget it. Otherwise retry at once, under its name and its key: WithKey(WithRequestName(ctx,
-// r.Request), r.Key). Another process may have forgotten it since it was listed: under the name
-// alone it would get a new key, and a second effect; under its key it is pending again, and the
-// server replays. See the example of Pending.
+// so, Forget it. Otherwise retry at once, with Begin under its name and its key. Another process may
+// have forgotten it since it was listed: with a new key it would have a second effect; under its key
+// it is pending again, and the server replays. See the example of Pending.
 func (p *Pending) List(ctx context.Context, after string, limit int) ([]PendingRequest, error) {
 	rows, err := p.pool.Query(ctx, p.sql.list, p.cfg.Client, p.cfg.AgeMax, after, limit)
 	if err != nil {

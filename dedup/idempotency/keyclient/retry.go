@@ -1,97 +1,116 @@
 package keyclient
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
+	"fmt"
+	"io"
 	"math/rand/v2"
 	"net/http"
 	"strconv"
 	"time"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// verdict is what an attempt means.
-type verdict int
-
-const (
-	final verdict = iota // the server's answer, or an error that a retry would get, too
-	retry                // the server did not act, or that is unknown: retry
-)
-
-// refusedForNow reports whether a status that judge retries means that the server did nothing.
-func refusedForNow(status int) bool {
-	return status == http.StatusConflict || status == http.StatusTooEarly || status == http.StatusTooManyRequests
-}
-
-// judge decides what a response means at a server that honours keys.
-func judge(response *http.Response) verdict {
-	if replayed(response) {
-		return final
+// attempt sends the request once, and waits for the header of the response.
+func (c *call) attempt(ctx context.Context, limit time.Duration) (*http.Response, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	late := fmt.Errorf("no response within %v: %w", limit, context.DeadlineExceeded)
+	timer := time.AfterFunc(limit, func() { cancel(late) })
+	response, err := c.send(ctx)
+	if !timer.Stop() {
+		cancel(late) // the timer's own call may not have run yet
 	}
-	switch response.StatusCode {
-	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests, http.StatusInternalServerError,
-		http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
-		return retry
-	case http.StatusConflict:
-		if response.Header.Get("Retry-After") != "" {
-			return retry // in progress; other conflicts stay
+	if cause := context.Cause(ctx); cause != nil {
+		if err == nil {
+			_ = response.Body.Close() // its context is over, so it cannot be read
+			err = cause
+		} else {
+			err = fmt.Errorf("%w: %w", cause, err)
 		}
 	}
-	return final
+	if err != nil {
+		cancel(nil)
+		return nil, err
+	}
+	response.Body = answerBody{response.Body, func() { cancel(nil) }}
+	return response, nil
 }
 
-// settles reports responses after which a key is no longer needed. After any other one the request
-// was not executed for now, or it was, or that is unknown: under a new key it could be executed
-// again. 409 and 410 are what httpkey.Middleware returns for a key that a person has to decide, and
-// for a response that was not stored. 422 may mean that the key was used for a request whose
-// content has changed since. 202 means that the request is still being executed
-// (httpkey.AcceptHandler), unless it is the stored response. 307 and 308 mean that the response is
-// elsewhere; 407 and 421 come from an intermediary. doubt: an earlier attempt may have been
-// executed. Then a refusal may be about this attempt alone (a removed route, a lowered limit),
-// unless it is the stored response.
-func settles(response *http.Response, doubt bool) bool {
-	switch response.StatusCode {
-	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect,
-		http.StatusUnauthorized, http.StatusForbidden, http.StatusProxyAuthRequired, http.StatusRequestTimeout, http.StatusConflict,
-		http.StatusGone, http.StatusMisdirectedRequest, http.StatusUnprocessableEntity, http.StatusLocked, http.StatusTooEarly,
-		http.StatusTooManyRequests:
-		return false
-	case http.StatusAccepted:
-		return replayed(response)
-	}
-	switch status := response.StatusCode; {
-	case status >= 400 && status < 500:
-		return !doubt || replayed(response)
+// answerBody is the body of a response. Closing it ends the context of the attempt.
+type answerBody struct {
+	io.ReadCloser
+	end func()
+}
+
+// Close implements io.Closer.
+func (a answerBody) Close() error {
+	defer a.end()
+	return a.ReadCloser.Close()
+}
+
+// send lets base repeat the request by itself only if that has no second effect.
+func (c *call) send(ctx context.Context) (response *http.Response, err error) {
+	r := c.request.WithContext(ctx)
+	switch {
+	case idempotency.CalledOnce(ctx):
+		response, err = Single(c.t.base).RoundTrip(r)
+	case c.trusts, c.key == "":
+		response, err = c.t.base.RoundTrip(r)
 	default:
-		return status >= 200 && status < 400
+		response, err = sendOnce(c.t.base, r)
 	}
+	c.sent = c.sent || !notSent(err)
+	if err == nil {
+		response.Request = r // it has the key; base may not set it
+	}
+	return response, err
 }
 
-// replayed reports a stored response: it will not change.
-func replayed(response *http.Response) bool { return response.Header.Get(replayedHeader) == "true" }
+func notSent(err error) bool {
+	var unsent *notSentError
+	return errors.As(err, &unsent)
+}
 
-// judgeError separates errors that a retry cannot fix, which are those listed, from all others.
-// Errors of an HTTP/2 client or a proxy have no common type, and a retry under the same key does no
-// harm.
-func judgeError(err error) verdict {
+// mayRetry implements the table of Transport.
+func (c *call) mayRetry(response *http.Response, err error) bool {
+	switch {
+	case err != nil:
+		return !ofSetUp(err) && (c.trusts || notSent(err))
+	case response.Header.Get("Idempotent-Replayed") == "true":
+		return false
+	}
+	switch response.StatusCode {
+	case http.StatusTooEarly, http.StatusTooManyRequests:
+		return true
+	case http.StatusConflict:
+		return response.Header.Get("Retry-After") != "" // in progress; other conflicts stay
+	case http.StatusRequestTimeout, http.StatusInternalServerError, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
+		return c.trusts
+	}
+	return false
+}
+
+// ofSetUp reports errors that a retry cannot fix. Errors of an HTTP/2 client or a proxy have no
+// common type, and a retry under the same key does no harm.
+func ofSetUp(err error) bool {
 	var certificate *tls.CertificateVerificationError
 	var noTLS tls.RecordHeaderError
-	switch {
-	case errors.As(err, &certificate), errors.As(err, &noTLS), errors.Is(err, http.ErrSchemeMismatch), errors.Is(err, errBody):
-		return final
-	}
-	return retry
+	return errors.As(err, &certificate) || errors.As(err, &noTLS) || errors.Is(err, http.ErrSchemeMismatch)
 }
 
 // backoff is the pause after an attempt, counted from 1: "full jitter" of Brooker, Exponential
 // Backoff And Jitter (AWS Architecture Blog, 2015). Retry-After gets jitter on top, so that clients
 // that were refused at the same time do not come back at the same time.
 func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) time.Duration {
+	if retryAfter > 0 {
+		return retryAfter + rand.N(c.BackoffMin) //nolint:gosec // jitter needs no secret
+	}
 	ceiling := c.BackoffMin
 	for range attempt - 1 {
 		ceiling = min(2*ceiling, c.BackoffMax)
-	}
-	if retryAfter > 0 {
-		return retryAfter + rand.N(c.BackoffMin) //nolint:gosec // jitter needs no secret
 	}
 	return rand.N(ceiling + 1) //nolint:gosec // as above
 }
@@ -119,14 +138,4 @@ func retryAfter(response *http.Response) time.Duration {
 		now = time.Now()
 	}
 	return min(max(date.Sub(now), 0), retryAfterMax)
-}
-
-// safe methods change nothing: they are retried without a key. PUT and DELETE are not among them: a
-// repetition would undo another client's write in between.
-func safe(method string) bool {
-	switch method {
-	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:
-		return true
-	}
-	return false
 }

@@ -4,6 +4,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptrace"
+	"slices"
 	"strings"
 	"sync/atomic"
 )
@@ -22,8 +23,8 @@ import (
 // response without its Location. Redirects to a GET (301, 302, 303) are followed.
 //
 // An error before there was a connection, for whatever reason, has a method NotSent() bool that
-// returns true: the request was not sent. The Call of an AtMostOnce phase may return it as it is:
-// see idempotency.NotSent. A base that does not report to net/http/httptrace has no such errors.
+// returns true: the request was not sent. The Call of an AtMostOnce phase returns it as it is, and
+// its key stays free. A base that does not report to net/http/httptrace has no such errors.
 func Single(base http.RoundTripper) http.RoundTripper {
 	if base == nil {
 		base = http.DefaultTransport
@@ -74,5 +75,10 @@ type notSentError struct{ error }
 
 func (e *notSentError) Unwrap() error { return e.error }
 
-// NotSent is the method that idempotency.NotSent documents.
+// NotSent is the method that package idempotency looks for.
 func (e *notSentError) NotSent() bool { return true }
+
+// safe methods change nothing.
+func safe(method string) bool {
+	return method == "" || slices.Contains([]string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}, method)
+}

@@ -5,51 +5,42 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // Transport is an http.RoundTripper that retries a request under the same idempotency key until
 // there is a response. It is safe for concurrent use, and keeps no goroutine.
 //
-// A request gets its key from its header, else from its context (WithKey, WithChild), else a new
-// one if its method is one of TransportConfig.Methods, or if it has a name (WithRequestName). A
-// request is retried in these cases, if it has a key or its method is GET, HEAD, OPTIONS or TRACE,
-// and its body can be sent again:
+// A request gets its key from its header, else from its context (WithKey, WithChild), else a new one
+// if its method is POST or PATCH. Requests without a key are passed to base unchanged. One with a key
+// is retried as follows, if it has no body or a GetBody. For servers that are not in Honours no layer
+// below the Transport repeats it, either: see Single.
 //
-//	                                   server that honours keys, or GET …   other servers
-//	no connection                      yes, but for refused certificates and other mistakes of set-up
-//	no response, also a late one       yes                                  no
-//	408, 500, 502, 503, 504            yes                                  no
-//	425, 429, 409 with Retry-After     yes: nothing was done                yes
-//	Idempotent-Replayed: true          no, whatever the status: it is stored, and will not change
-//	everything else, 409 and 422 too   no                                   no
+//	                               Honours                              other servers
+//	no connection                  yes, but for refused certificates and other mistakes of set-up
+//	no response, also a late one   yes                                  no
+//	408, 500, 502, 503, 504        yes                                  no
+//	425, 429, 409 with Retry-After yes: nothing was done                yes
+//	Idempotent-Replayed: true      no, whatever the status: it is stored, and will not change
+//	everything else                no                                   no
 //
-// A server honours keys if TransportConfig.Honours names it, or one of its responses has shown
-// that. For other servers no layer below the Transport repeats such a request, either: see Single,
-// which describes the effect on a request without a body.
+// A service that honours keys answers 500 if it stored nothing, and executes the retry, or replays a
+// stored failure. In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent
+// once, as by Single. The Transport waits for Retry-After, unless it is longer than the rest of
+// TotalMax. When attempts or time are used up, the last response is returned as it is, or an
+// UnansweredError if there was none. If the body of a response breaks off, send the request again
+// under the key, which response.Request has in its header.
 //
-// 500 is retried since a service that honours keys either stored nothing, and executes the retry,
-// or stored the failure, and replays it. In the Call of an AtMostOnce phase
-// (idempotency.CalledOnce) every request is sent once, as by Single, whatever the server. The
-// Transport waits for Retry-After (seconds, or a date by the server's clock), unless it is longer
-// than the rest of TotalMax. When attempts or time are used up, the last response is returned as it
-// is, or an UnansweredError if there was none.
-//
-// A response whose body breaks off is not requested again automatically: send the request again
-// under SentKey.
-//
-// Timeout of the http.Client must be 0: its error replaces the UnansweredError, and the key is
-// lost, so that a retry by the caller uses a new one, and has a second effect. TotalMax, or the
-// request's context, bounds the request, too. If you need a Timeout, make the key first,
-// WithKey(ctx, idempotency.NewKey()), and retry under it.
+// Timeout of the http.Client must be 0: its error replaces the UnansweredError, and the key is lost,
+// so that a retry by the caller uses a new one, and has a second effect. If you need a Timeout, make
+// the key first, WithKey(ctx, idempotency.NewKey()), and retry under it.
 type Transport struct {
-	base  http.RoundTripper
-	cfg   TransportConfig
-	shown keepers
+	base http.RoundTripper
+	cfg  TransportConfig
 }
 
 // NewTransport returns a transport that sends through base, which the caller owns, or all problems
@@ -70,16 +61,15 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 // an http.Client, except one with a Timeout: see Transport.
 type UnansweredError struct {
 	Key      string
-	Honoured bool // the server honours keys, as far as is known (TransportConfig.Honours); else it may act again even under Key
+	Honoured bool // the server is one of TransportConfig.Honours; another one may act again even under Key
 	Attempts int
 	Err      error // of the last attempt
 }
 
 func (e *UnansweredError) Error() string {
 	state := "the server may have acted: retry under the same idempotency key"
-	var unsent *notSentError
 	switch {
-	case errors.As(e.Err, &unsent):
+	case notSent(e.Err):
 		state = "nothing was sent"
 	case !e.Honoured:
 		state = "the server may have acted, and is not among TransportConfig.Honours: find out before retrying"
@@ -95,162 +85,123 @@ func (e *UnansweredError) Timeout() bool {
 	return errors.As(e.Err, &timeout) && timeout.Timeout()
 }
 
-// ErrKey marks a request that was not sent, because of its key or its name.
+// ErrKey marks a request that was not sent, because of its key.
 var ErrKey = errors.New("request without a usable idempotency key")
+
+type contextKey struct{}
+
+// WithKey makes a Transport send this key with the request of the context, whatever its method,
+// also for a retry later or in another process. A context is for one request, which may be sent
+// several times: another request under it has the same key, and is a mismatch at the server.
+func WithKey(ctx context.Context, key string) context.Context {
+	return context.WithValue(ctx, contextKey{}, key)
+}
+
+// WithChild is WithKey with the key that a step of the work under another key uses for calls to
+// other systems: the same at each attempt of the work. See idempotency.Key.ChildID. It panics for a
+// key without an operation.
+func WithChild(ctx context.Context, key idempotency.Key, step string) context.Context {
+	return WithKey(ctx, key.ChildID(step).String())
+}
 
 // call is one request with all its attempts.
 type call struct {
-	t        *Transport
-	request  *http.Request // the caller's, with a copy of its header
-	body     body
-	key      string // empty: none
-	name     string // its name in Pending
-	deadline time.Time
-	doubt    bool // an earlier attempt, of this process or of another one, may have been executed
-	sent     bool // an attempt of this call may have been sent
+	t       *Transport
+	request *http.Request // the caller's, with a copy of its header
+	key     string        // empty: none
+	trusts  bool          // the server honours keys
+	sent    bool          // an attempt may have been sent
 }
 
 // RoundTrip implements http.RoundTripper. A request redirected by 307 or 308 keeps its key. One
-// redirected to a GET has no key; if that GET gets no response, the UnansweredError has the key of
-// the redirected request.
+// redirected to a GET has none.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
-	c, err := t.prepare(r)
-	if err != nil {
-		if r.Body != nil {
-			_ = r.Body.Close() // nothing was sent; err is the error that matters
-		}
-		return nil, err
-	}
-	if c.body.again == nil {
-		response, err := c.send(r.Context())
-		if err != nil {
-			return nil, c.unanswered(1, err)
-		}
-		return c.hand(response, func() {}), nil
-	}
-	return c.sendUntilAnswered(r.Context())
-}
-
-// prepare sets the key and the body. The caller's request is not changed, except for its body.
-func (t *Transport) prepare(r *http.Request) (*call, error) {
-	c := &call{t: t, request: r.WithContext(r.Context()), deadline: t.deadline(r.Context())} // shares Trailer, which reading the body fills in
+	c := &call{t: t, request: r.WithContext(r.Context())}
 	c.request.Header = r.Header.Clone()
 	if c.request.Header == nil {
 		c.request.Header = http.Header{}
 	}
-	given, err := c.chooseKey(r)
-	if err != nil {
+	if err := c.chooseKey(r); err != nil {
+		if r.Body != nil {
+			_ = r.Body.Close() // nothing was sent; err is the error that matters
+		}
 		return nil, fmt.Errorf("%w: %w", ErrKey, err)
 	}
-	repeat := (c.key != "" || safe(r.Method)) && !idempotency.CalledOnce(r.Context())
-	if c.body, err = newBody(r, t.cfg.BodyBytesMax, repeat); err != nil {
-		return nil, err
+	c.trusts = t.cfg.honours(r.URL)
+	whole := r.GetBody != nil || r.Body == nil || r.Body == http.NoBody
+	if c.key == "" || !whole || idempotency.CalledOnce(r.Context()) {
+		response, err := c.send(r.Context())
+		return response, c.unanswered(1, err)
 	}
-	c.body.apply(c.request)
-	if c.name != "" { // last: after this only sending can fail
-		if err := c.begin(r.Context(), given); err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrKey, err)
-		}
-	}
-	if c.key != "" {
-		c.request.Header.Set(t.cfg.Header, c.key)
-	}
-	return c, nil
+	return c.sendUntilAnswered(r.Context())
 }
 
-// headStart is the longest time by which a request ends before the deadline of its context.
-const headStart = 250 * time.Millisecond
-
-// deadline is the deadline of all attempts. It is before the context's, by a tenth of the time at
-// most: an http.Client with a Timeout replaces an error that comes after the context's deadline by
-// one of its own, without the key. This helps only if nothing stalls in between.
-func (t *Transport) deadline(ctx context.Context) time.Time {
-	now := time.Now()
-	deadline := now.Add(t.cfg.TotalMax)
-	end, ok := ctx.Deadline()
-	if early := end.Add(-min(end.Sub(now)/10, headStart)); ok && early.Before(deadline) {
-		return early
-	}
-	return deadline
-}
-
-// chooseKey leaves the key empty if none is needed, and reports whether the caller gave it.
-func (c *call) chooseKey(r *http.Request) (given bool, err error) {
-	cfg := c.t.cfg
-	if name, named := r.Context().Value(nameInContext).(string); named && !safe(r.Method) {
-		if cfg.Pending == nil {
-			return false, errors.New("the request has a name, but TransportConfig.Pending is not set")
-		}
-		if c.name = name; name == "" {
-			return false, errors.New("the request's name is empty")
-		}
-	}
-	inContext, _ := r.Context().Value(keyInContext).(*chosen)
-	switch values := r.Header[cfg.Header]; {
+// chooseKey leaves the key empty if none is needed.
+func (c *call) chooseKey(r *http.Request) error {
+	header := c.t.cfg.Header
+	fromContext, chosen := r.Context().Value(contextKey{}).(string)
+	switch values := r.Header[header]; {
 	case len(values) > 1:
-		return false, fmt.Errorf("%d headers %s: want one", len(values), cfg.Header)
+		return fmt.Errorf("%d headers %s: want one", len(values), header)
 	case len(values) == 1:
 		c.key = values[0]
 	case safe(r.Method):
-		return false, nil
-	case redirected(r).Get(cfg.Header) != "":
-		c.key = redirected(r).Get(cfg.Header)
-	case inContext != nil:
-		if err := inContext.claim(r); err != nil {
-			return false, err
-		}
-		c.key = inContext.value
-	case c.name != "" || slices.Contains(cfg.Methods, r.Method):
+		return nil
+	case r.Response != nil && r.Response.Request != nil && r.Response.Request.Header.Get(header) != "":
+		c.key = r.Response.Request.Header.Get(header) // of the request that was redirected
+	case chosen:
+		c.key = fromContext
+	case r.Method == http.MethodPost, r.Method == http.MethodPatch:
 		c.key = idempotency.NewKey()
-		return false, nil
 	default:
-		return false, nil
-	}
-	return true, usable(c.key)
-}
-
-// redirected returns the header of the request whose response redirected to r.
-func redirected(r *http.Request) http.Header {
-	if r.Response == nil || r.Response.Request == nil {
 		return nil
 	}
-	return r.Response.Request.Header
-}
-
-// usable returns an error for a key that servers would reject (H9): want visible ASCII.
-func usable(key string) error {
-	if key == "" || len(key) > 255 || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
-		return fmt.Errorf("a key of %d bytes: want 1 to 255 of visible ASCII", len(key))
+	if c.key == "" || len(c.key) > 255 || strings.ContainsFunc(c.key, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return fmt.Errorf("a key of %d bytes: want 1 to 255 of visible ASCII", len(c.key))
 	}
+	c.request.Header.Set(header, c.key)
 	return nil
 }
 
-// begin makes the key durable, or takes the one that is pending.
-func (c *call) begin(ctx context.Context, given bool) error {
-	ctx, cancel := context.WithDeadline(ctx, c.deadline)
-	defer cancel()
-	key, err := c.t.cfg.Pending.Begin(ctx, c.name, c.key)
-	if err != nil {
-		return fmt.Errorf("remember request %q: %w", c.name, err)
+// sendUntilAnswered sends the request until there is a response, or attempts or time are used up.
+func (c *call) sendUntilAnswered(ctx context.Context) (*http.Response, error) {
+	cfg := c.t.cfg
+	deadline := time.Now().Add(cfg.TotalMax)
+	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
+		deadline = end
 	}
-	if given && key != c.key {
-		return fmt.Errorf("request %q is pending under another key than the given one", c.name)
+	for attempt := 1; ; attempt++ {
+		response, err := c.attempt(ctx, min(cfg.AttemptMax, time.Until(deadline)))
+		wait := cfg.backoff(attempt, retryAfter(response))
+		if !c.mayRetry(response, err) || ctx.Err() != nil || attempt == cfg.AttemptsMax || time.Until(deadline) <= wait {
+			return response, c.unanswered(attempt, err)
+		}
+		status := 0
+		if response != nil {
+			status = response.StatusCode
+			_ = response.Body.Close()
+		}
+		// Neither the key nor the address, which may contain secrets, too.
+		cfg.Logger.InfoContext(ctx, "retrying request", "method", c.request.Method, "host", c.request.URL.Host, "attempt", attempt, "status", status, "error", err, "wait", wait)
+		if !pause.For(ctx, wait) {
+			return nil, c.unanswered(attempt, context.Cause(ctx))
+		}
+		if c.request.GetBody != nil {
+			if c.request.Body, err = c.request.GetBody(); err != nil {
+				return nil, c.unanswered(attempt, fmt.Errorf("read the body of the request: %w", err))
+			}
+		}
 	}
-	c.doubt = given || key != c.key // the caller's own key may have been sent before
-	c.key = key
-	return usable(key)
 }
 
-// unanswered also finds the key of a request that was redirected to r.
+// unanswered returns nil for a nil error.
 func (c *call) unanswered(attempts int, err error) error {
-	var unsent *notSentError
-	if errors.As(err, &unsent) && c.sent {
-		err = unsent.error // the last attempt was not sent, an earlier one was
+	var last *notSentError
+	if errors.As(err, &last) && c.sent {
+		err = last.error // the last attempt was not sent, an earlier one was
 	}
-	asked := keyed(c.request, c.t.cfg.Header)
-	key := asked.Header.Get(c.t.cfg.Header)
-	if key == "" {
+	if err == nil || c.key == "" {
 		return err
 	}
-	return &UnansweredError{Key: key, Honoured: c.t.honours(asked.URL), Attempts: attempts, Err: err}
+	return &UnansweredError{Key: c.key, Honoured: c.trusts, Attempts: attempts, Err: err}
 }

@@ -8,8 +8,6 @@
 //
 //   - effectonce_idempotency_requests_total{operation, outcome}: requests; the outcomes are the
 //     values of idempotency.Verdict
-//   - effectonce_idempotency_keys_overdue{operation}: keys of flows that are unfinished for longer
-//     than FlowConfig.AgeMax, at this process's last check
 //   - effectonce_idempotency_keys_forgotten_total: expired keys that this process forgot
 //
 // No label contains a key, a tenant or any other value that a client chooses.
@@ -41,14 +39,7 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 	if err != nil {
 		return idempotency.Hooks{}, err
 	}
-	overdue, err := registered(registerer, prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "effectonce_idempotency_keys_overdue", Help: "Keys of flows that are unfinished for longer than AgeMax, at most 10000.",
-	}, []string{"operation"}))
-	if err != nil {
-		return idempotency.Hooks{}, err
-	}
 	for _, operation := range operations {
-		overdue.WithLabelValues(operation)
 		for _, verdict := range verdicts() {
 			requests.WithLabelValues(operation, string(verdict))
 		}
@@ -57,15 +48,14 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 		Answered: func(operation string, verdict idempotency.Verdict) {
 			requests.WithLabelValues(operation, string(verdict)).Inc()
 		},
-		Overdue: func(operation string, keys int64) { overdue.WithLabelValues(operation).Set(float64(keys)) },
-		Reaped:  func(keys int64) { forgotten.Add(float64(keys)) },
+		Reaped: func(keys int64) { forgotten.Add(float64(keys)) },
 	}, nil
 }
 
 func verdicts() []idempotency.Verdict {
 	return []idempotency.Verdict{
-		idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InProgress, idempotency.Crowded, idempotency.OverQuota, idempotency.Undecided,
-		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered, idempotency.Unsealed,
+		idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InProgress, idempotency.Crowded, idempotency.Undecided,
+		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered,
 	}
 }
 

@@ -55,7 +55,7 @@ func TestRequestsAreCounted(t *testing.T) {
 	require.NoError(t, err)
 	orders, refunds := operation(t, pool, "order", first), operation(t, pool, "refund", second)
 	before := scraped(t, registry)
-	require.Len(t, before, 14, "twelve outcomes of orders, what is overdue of them, and what was forgotten")
+	require.Len(t, before, 11, "ten outcomes of orders, and what was forgotten")
 	require.Equal(t, "0", before[`effectonce_idempotency_requests_total{operation="order",outcome="lock_lost"}`])
 
 	failure := errors.New("away")
@@ -79,22 +79,10 @@ func TestRequestsAreCounted(t *testing.T) {
 	_, err = refunds.Reap(ctx)
 	require.NoError(t, err)
 
-	flow, err := idempotency.NewFlow(orders, idempotency.FlowConfig[int]{}, idempotency.Phase[int]{
-		Name: "all", Write: func(context.Context, pgx.Tx, *idempotency.Step[int]) error { return failure },
-	})
-	require.NoError(t, err)
-	_, err = flow.Do(ctx, idempotency.Key{Scope: "tenant-7", Value: "unfinished"}, nil)
-	require.ErrorIs(t, err, failure)
-	_, err = pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '25 hours'`)
-	require.NoError(t, err)
-	_, err = flow.Overdue(ctx)
-	require.NoError(t, err)
-
 	found := scraped(t, registry)
 	for series, want := range map[string]string{
 		`effectonce_idempotency_requests_total{operation="order",outcome="executed"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="replayed"}`: "2",
-		`effectonce_idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="failed"}`: "2",
-		`effectonce_idempotency_keys_overdue{operation="order"}`:                     "1",
+		`effectonce_idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="failed"}`: "1",
 		`effectonce_idempotency_requests_total{operation="order",outcome="invalid"}`: "0", `effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
 		`effectonce_idempotency_keys_forgotten_total`: "2",
 	} {

@@ -26,7 +26,7 @@ func writeHeaders(header map[string][]string) ([]byte, error) {
 	for _, name := range slices.Sorted(maps.Keys(header)) {
 		switch {
 		case idempotency.NeverStored(name):
-			return nil, fmt.Errorf("header %q of the outcome belongs to one client or one connection, or reads like a credential, and is never stored: leave it out", name)
+			return nil, fmt.Errorf("header %q of the outcome belongs to one client, connection or moment, and is never stored: leave it out", name)
 		case !storable(name), !storable(header[name]...):
 			return nil, fmt.Errorf("header %q of the outcome: want UTF-8 without zero bytes", name)
 		}

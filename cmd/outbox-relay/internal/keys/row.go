@@ -56,7 +56,7 @@ type Row struct {
 	Counts bool `json:"counts"`
 	// Stuck: it is running, no worker has its lock, and it is overdue.
 	Stuck bool `json:"stuck"`
-	// The flow that claimed it; null: work in one transaction, or an older release
+	// The flow that claimed it; null: work in one transaction
 	Flow   *string  `json:"flow"`
 	Phases []string `json:"phases"` // completed phases, in order
 	// Phase whose foreign call may be in progress, and must not be made twice

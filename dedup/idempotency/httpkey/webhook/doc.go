@@ -60,8 +60,7 @@
 //	408, 413         the body was too slow, or too large
 //	409              another delivery of the event is being handled; with Retry-After
 //	422              the ID was used with another body (CompareBody)
-//	429              too many deliveries of the event wait, or too many IDs are stored (Idempotency.KeyWaitersMax,
-//	                 ScopeWaitersMax, ScopeKeysMax); with Retry-After
+//	429              too many deliveries of the event wait (Idempotency.KeyWaitersMax, ScopeWaitersMax); with Retry-After
 //	503              the handler failed, or the database; with Retry-After
 //
 // # How senders react

@@ -195,8 +195,7 @@ func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error
 // statusOf returns 409, 429 or 5xx if another delivery of the event may succeed.
 func statusOf(err error) int {
 	var crowded *idempotency.CrowdedError
-	var quota *idempotency.QuotaError
-	if errors.As(err, &crowded) || errors.As(err, &quota) {
+	if errors.As(err, &crowded) {
 		return http.StatusTooManyRequests
 	}
 	for _, known := range []struct {
@@ -223,14 +222,11 @@ func (r *Receiver) retryAfter(err error) int {
 	var after time.Duration
 	var busy *idempotency.InProgressError
 	var crowded *idempotency.CrowdedError
-	var quota *idempotency.QuotaError
 	switch {
 	case errors.As(err, &busy):
 		after = busy.RetryAfter
 	case errors.As(err, &crowded):
 		after = crowded.RetryAfter
-	case errors.As(err, &quota):
-		after = quota.RetryAfter
 	}
 	return max(1, int(math.Ceil(cmp.Or(after, r.cfg.RetryAfter).Seconds())))
 }

@@ -272,14 +272,12 @@ func dbNow(t *testing.T) time.Time {
 	return time.Now().Add(offset)
 }
 
-// Property: a sender with too many concurrent deliveries, or too many IDs, gets an answer with the
-// time of a retry. Row H29 of guarantees.md.
+// Property: a sender with too many concurrent deliveries gets an answer with the time of a retry. Row H29 of guarantees.md.
 func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 	t.Parallel()
 	r := newReceiver(t, pgtest.NoPool(t), webhook.Config{RetryAfter: 7 * time.Second}, book)
 	for err, want := range map[error][2]int{
-		&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}: {429, 2}, &idempotency.QuotaError{Max: 1, RetryAfter: time.Minute}: {429, 60},
-		&idempotency.QuotaError{Max: 1}: {429, 7}, &idempotency.InProgressError{RetryAfter: 3 * time.Second}: {409, 3}, io.EOF: {503, 7},
+		&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}: {429, 2}, &idempotency.InProgressError{RetryAfter: 3 * time.Second}: {409, 3}, io.EOF: {503, 7},
 	} {
 		status, afterwards := r.Answer(fmt.Errorf("once: %w", err))
 		require.Equal(t, want, [2]int{status, afterwards}, err)

@@ -32,7 +32,8 @@ type Version struct {
 	Version int64
 }
 
-// ErrFenceInvalid: scope, resource or version is out of bounds. Nothing was sent to the database.
+// ErrFenceInvalid means that scope, resource or version is out of bounds. Nothing was sent to the
+// database.
 var ErrFenceInvalid = errors.New("invalid version")
 
 // NewFences returns the fences of a schema.

@@ -80,8 +80,8 @@ type Phase[S any] struct {
 	CallAgainMax time.Duration
 	// AtMostOnce means that the foreign system does not deduplicate: a call whose outcome is
 	// unknown is never repeated automatically, and makes the key indeterminate. Any error of Call
-	// counts as unknown, unless it is NotDone or Final, or an error of keyclient.Single
-	// before there was a connection.
+	// counts as unknown, unless it is NotDone or Final, or an error of keyclient.Single before there
+	// was a connection.
 	//
 	// Call must send its request once. An http.Transport repeats a request with an Idempotency-Key
 	// by itself if a reused connection is closed, even after the server acted: two payments. Over

@@ -99,7 +99,6 @@ func TestSecondRequestIsReplayed(t *testing.T) {
 	second.Replayed = false
 	require.Equal(t, first, second)
 	require.Equal(t, 1, effects(t, pool, "a"))
-
 }
 
 // Property: work that panics, or ends its goroutine, leaves nothing behind, and its connection is

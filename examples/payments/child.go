@@ -53,8 +53,8 @@ func serve(ctx context.Context) error {
 		return err
 	}
 	defer pool.Close()
-	provider := &providerClient{os.Getenv(envProvider), &http.Client{}}                            // FlowConfig.CallMax bounds its calls
-	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic)) //nolint:contextcheck // each request has its own
+	provider := &providerClient{os.Getenv(envProvider), &http.Client{}} // FlowConfig.CallMax bounds its calls
+	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic))
 	if err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@
 package main
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
@@ -49,20 +50,20 @@ func route(here string, regions []string, tenant httpkey.Scope, next http.Handle
 }
 
 func main() {
-	if err := run(os.Stdout); err != nil {
+	if err := run(context.Background(), os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "regions:", err)
 		os.Exit(1)
 	}
 }
 
 // run sends each of some requests to both regions: one of the two executes it.
-func run(out io.Writer) error {
+func run(ctx context.Context, out io.Writer) error {
 	regions := []string{"eu", "us"}
 	tenant := func(*http.Request) (string, error) { return "shop", nil } // the authenticated caller
 	for n := range 4 {
 		for _, here := range regions {
 			orders := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusCreated) })
-			r := httptest.NewRequest(http.MethodPost, "/orders", strings.NewReader("one book"))
+			r := httptest.NewRequestWithContext(ctx, http.MethodPost, "/orders", strings.NewReader("one book"))
 			r.Header.Set("Idempotency-Key", fmt.Sprintf("order-%d", n))
 			w := httptest.NewRecorder()
 			route(here, regions, tenant, orders).ServeHTTP(w, r)

@@ -12,7 +12,7 @@ import (
 func TestOneRegionExecutesEachKey(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	require.NoError(t, run(&out))
+	require.NoError(t, run(t.Context(), &out))
 	for lines := strings.Split(strings.TrimSpace(out.String()), "\n"); len(lines) > 0; lines = lines[2:] {
 		eu, us := lines[0], lines[1]
 		require.NotEqual(t, strings.Contains(eu, ": 201"), strings.Contains(us, ": 201"), out.String())

@@ -40,7 +40,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		}
 		ctx, cancel := m.outliving(r)
 		defer cancel()
-		response, err := flow.Do(ctx, key, body)
+		response, err := flow.Do(ctx, key, body) //nolint:contextcheck // it outlives its client
 		switch {
 		case err != nil:
 			m.failFlow(w, r, key, err)

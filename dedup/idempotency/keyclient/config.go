@@ -25,15 +25,9 @@ type TransportConfig struct {
 	Honours []string
 	// AttemptsMax is the maximum number of attempts of a request. 1 to 100; default 6.
 	AttemptsMax int
-	// TotalMax bounds all attempts of a request and the pauses between them, up to the header of
-	// the response; its body is read under the request's own context. 1 ms to 1 h; default 1 min.
-	TotalMax time.Duration
-	// AttemptMax bounds one attempt, including sending, up to the header of the response. 1 ms to 1
-	// h; default 20 s. A request that is sent only once is bounded by its context alone, not by
-	// AttemptMax or TotalMax.
-	AttemptMax time.Duration
 	// BackoffMin and BackoffMax bound the pauses: the pause before attempt n+1 is random, up to
-	// BackoffMin·2ⁿ⁻¹, at most BackoffMax (full jitter). 1 ms to 1 h; default 100 ms and 10 s.
+	// BackoffMin·2ⁿ⁻¹, at most BackoffMax (full jitter). A server whose Retry-After is longer than
+	// BackoffMax is not asked again. 1 ms to 1 h; default 100 ms and 10 s.
 	BackoffMin, BackoffMax time.Duration
 	// Logger gets retries. It never gets a key. Default: none.
 	Logger *slog.Logger
@@ -52,8 +46,6 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 		}
 	}
 	problems = append(problems, bounds.Durations(
-		bounds.Duration{Field: "TotalMax", Value: &c.TotalMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "AttemptMax", Value: &c.AttemptMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "BackoffMin", Value: &c.BackoffMin, Default: 100 * time.Millisecond, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: max(10*time.Second, c.BackoffMin), Min: time.Millisecond, Max: time.Hour},
 	)...)

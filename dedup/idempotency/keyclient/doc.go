@@ -3,7 +3,7 @@
 // servers that do not.
 //
 //	func main() {
-//		transport, err := keyclient.NewTransport(http.DefaultTransport, keyclient.TransportConfig{Honours: []string{"bank.example"}})
+//		transport, err := keyclient.NewTransport(nil, keyclient.TransportConfig{Honours: []string{"bank.example"}})
 //		if err != nil {
 //			log.Fatal(err)
 //		}

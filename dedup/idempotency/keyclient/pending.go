@@ -29,7 +29,7 @@ type PendingConfig struct {
 	// of a client use the same value. Required; 1 to 255 bytes.
 	Client string
 	// AgeMax is how long after its first attempt a request may be retried. It must be less than the
-	// server's window, by more than TransportConfig.TotalMax. 1 min to 10 years; default 22 h, for
+	// server's window, by more than all attempts of a request take. 1 min to 10 years; default 22 h, for
 	// servers that remember keys for a day.
 	AgeMax time.Duration
 }

@@ -120,7 +120,7 @@ func TestOneNameIsOneKey(t *testing.T) {
 	for range 20 {
 		group.Go(func() {
 			key, err := pending.Begin(t.Context(), "charge", idempotency.NewKey())
-			assert.NoError(t, err)
+			assert.NoError(t, err) //nolint:testifylint // not in the goroutine of the test
 			mu.Lock()
 			defer mu.Unlock()
 			keys[key]++

@@ -4,8 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
-	"fmt"
-	"io"
 	"math/rand/v2"
 	"net/http"
 	"strconv"
@@ -13,43 +11,6 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
-
-// attempt sends the request once, and waits for the header of the response.
-func (c *call) attempt(ctx context.Context, limit time.Duration) (*http.Response, error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	late := fmt.Errorf("no response within %v: %w", limit, context.DeadlineExceeded)
-	timer := time.AfterFunc(limit, func() { cancel(late) })
-	response, err := c.send(ctx)
-	if !timer.Stop() {
-		cancel(late) // the timer's own call may not have run yet
-	}
-	if cause := context.Cause(ctx); cause != nil {
-		if err == nil {
-			_ = response.Body.Close() // its context is over, so it cannot be read
-			err = cause
-		} else {
-			err = fmt.Errorf("%w: %w", cause, err)
-		}
-	}
-	if err != nil {
-		cancel(nil)
-		return nil, err
-	}
-	response.Body = answerBody{response.Body, func() { cancel(nil) }}
-	return response, nil
-}
-
-// answerBody is the body of a response. Closing it ends the context of the attempt.
-type answerBody struct {
-	io.ReadCloser
-	end func()
-}
-
-// Close implements io.Closer.
-func (a answerBody) Close() error {
-	defer a.end()
-	return a.ReadCloser.Close()
-}
 
 // send lets base repeat the request by itself only if that has no second effect.
 func (c *call) send(ctx context.Context) (response *http.Response, err error) {
@@ -103,21 +64,20 @@ func ofSetUp(err error) bool {
 
 // backoff is the pause after an attempt, counted from 1: "full jitter" of Brooker, Exponential
 // Backoff And Jitter (AWS Architecture Blog, 2015). Retry-After gets jitter on top, so that clients
-// that were refused at the same time do not come back at the same time.
-func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) time.Duration {
-	if retryAfter > 0 {
-		return retryAfter + rand.N(c.BackoffMin) //nolint:gosec // jitter needs no secret
+// that were refused at the same time do not come back at the same time. ok: it is at most BackoffMax.
+func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) (wait time.Duration, ok bool) {
+	switch {
+	case retryAfter > c.BackoffMax:
+		return retryAfter, false
+	case retryAfter > 0:
+		return retryAfter + rand.N(c.BackoffMin), true //nolint:gosec // jitter needs no secret
 	}
 	ceiling := c.BackoffMin
 	for range attempt - 1 {
 		ceiling = min(2*ceiling, c.BackoffMax)
 	}
-	return rand.N(ceiling + 1) //nolint:gosec // as above
+	return rand.N(ceiling + 1), true //nolint:gosec // as above
 }
-
-// retryAfterMax is longer than any request may take; adding to a date in the year 9999 would
-// overflow.
-const retryAfterMax = 24 * time.Hour
 
 // retryAfter returns the server's Retry-After, seconds or a date, or 0. A date is compared with the
 // server's own clock.
@@ -127,7 +87,7 @@ func retryAfter(response *http.Response) time.Duration {
 	}
 	value := response.Header.Get("Retry-After")
 	if seconds, err := strconv.ParseUint(value, 10, 32); err == nil { // 136 years at most
-		return min(time.Duration(seconds)*time.Second, retryAfterMax)
+		return time.Duration(seconds) * time.Second
 	}
 	date, err := http.ParseTime(value)
 	if err != nil {
@@ -137,5 +97,5 @@ func retryAfter(response *http.Response) time.Duration {
 	if err != nil {
 		now = time.Now()
 	}
-	return min(max(date.Sub(now), 0), retryAfterMax)
+	return date.Sub(now)
 }

@@ -30,10 +30,12 @@ import (
 //
 // A service that honours keys answers 500 if it stored nothing, and executes the retry, or replays a
 // stored failure. In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent
-// once, as by Single. The Transport waits for Retry-After, unless it is longer than the rest of
-// TotalMax. When attempts or time are used up, the last response is returned as it is, or an
-// UnansweredError if there was none. If the body of a response breaks off, send the request again
-// under the key, which response.Request has in its header.
+// once, as by Single. When the attempts or the time of the request's context are used up, the last
+// response is returned as it is, or an UnansweredError if there was none. If the body of a response
+// breaks off, send the request again under the key, which response.Request has in its header.
+//
+// base bounds each attempt, and the context all of them: set http.Transport.ResponseHeaderTimeout, or
+// a server that hangs is waited for as long as the context lives.
 //
 // Timeout of the http.Client must be 0: its error replaces the UnansweredError, and the key is lost,
 // so that a retry by the caller uses a new one, and has a second effect. If you need a Timeout, make
@@ -44,14 +46,20 @@ type Transport struct {
 }
 
 // NewTransport returns a transport that sends through base, which the caller owns, or all problems
-// of its configuration at once.
+// of its configuration at once. A base of nil is http.DefaultTransport with a ResponseHeaderTimeout
+// of 20 s.
 func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, error) {
 	cfg, err := cfg.withDefaults()
-	if base == nil {
-		err = errors.Join(err, errors.New("base is nil: want an http.RoundTripper, such as http.DefaultTransport"))
-	}
 	if err != nil {
 		return nil, err
+	}
+	if base == nil {
+		base = http.DefaultTransport
+		if standard, ok := base.(*http.Transport); ok {
+			own := standard.Clone()
+			own.ResponseHeaderTimeout = 20 * time.Second
+			base = own
+		}
 	}
 	return &Transport{base: base, cfg: cfg}, nil
 }
@@ -166,14 +174,13 @@ func (c *call) chooseKey(r *http.Request) error {
 // sendUntilAnswered sends the request until there is a response, or attempts or time are used up.
 func (c *call) sendUntilAnswered(ctx context.Context) (*http.Response, error) {
 	cfg := c.t.cfg
-	deadline := time.Now().Add(cfg.TotalMax)
-	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
-		deadline = end
-	}
 	for attempt := 1; ; attempt++ {
-		response, err := c.attempt(ctx, min(cfg.AttemptMax, time.Until(deadline)))
-		wait := cfg.backoff(attempt, retryAfter(response))
-		if !c.mayRetry(response, err) || ctx.Err() != nil || attempt == cfg.AttemptsMax || time.Until(deadline) <= wait {
+		response, err := c.send(ctx)
+		wait, ok := cfg.backoff(attempt, retryAfter(response))
+		if end, bounded := ctx.Deadline(); bounded && time.Until(end) <= wait {
+			ok = false
+		}
+		if !ok || !c.mayRetry(response, err) || ctx.Err() != nil || attempt == cfg.AttemptsMax {
 			return response, c.unanswered(attempt, err)
 		}
 		status := 0

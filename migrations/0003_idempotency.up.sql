@@ -48,7 +48,6 @@ CREATE TABLE effectonce.idempotency_keys (
   -- whoever takes it under that token begins phase_since anew. Any other takeover makes lock_token grow, so that this says
   -- nothing any more.
   uncalled       bigint,
-  retried_at     timestamptz,                        -- when the key was taken that a person or a reconciler had given back: from then on it has AgeMax again
   CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 

@@ -159,7 +159,7 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 			a.give(r, ReasonBehind, errBehind)
 			continue
 		}
-		made, reason, err := p.record(ctx, maker, r, a.released)
+		made, reason, err := p.record(ctx, maker, r)
 		if err != nil {
 			a.give(r, reason, err)
 			continue
@@ -175,7 +175,7 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 
 // record builds the record of a row, or returns why Kafka would refuse it. If it returns neither, a
 // rule drops the row.
-func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, released bool) (*kgo.Record, Reason, error) {
+func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row) (*kgo.Record, Reason, error) {
 	if r.leftOut > 0 {
 		return nil, ReasonTooLarge, fmt.Errorf("the payload has %d bytes, and the relay reads none above %d: store the body elsewhere and publish a reference, and discard the row", r.leftOut, payloadBytesMax)
 	}
@@ -210,9 +210,6 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, rel
 		if err := p.offers(ctx, topic, *partition); err != nil {
 			return nil, ReasonBadPartition, err
 		}
-	}
-	if err := p.aboveRate(r.topic, released); err != nil {
-		return nil, ReasonPaused, err
 	}
 	made := record.Make(maker, record.Row{ID: r.id, Topic: topic, Key: r.key, Payload: r.payload, CreatedAt: r.created}, headers)
 	if partition != nil {

@@ -47,11 +47,6 @@ type Config struct {
 	// Routes publish rows to topics with other names, and drop some rows. Default: each row goes to
 	// the topic that it names.
 	Routes Routes
-	// Rates bound how many rows of a topic are published per second, by the topic's name in the
-	// outbox. Rows above the rate wait in outbox_dead with ReasonPaused, in their order, and do not
-	// delay other topics. Each shard has its part of the rate. The rate holds over a few seconds,
-	// not within each second. Above 0 to 1,000,000. Default: no bounds.
-	Rates map[string]float64
 	// DurableHorizon makes publishing wait until standbys have flushed what is published, so that
 	// no event outlives a failover that loses its commit. Values: "any" (one of the connected
 	// standbys), "a,b" (one of these by application_name), "2 of any", "2 of a,b,c". Only streaming
@@ -197,7 +192,7 @@ func (c Config) withDefaults() (Config, error) {
 	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {
 		problems = append(problems, fmt.Errorf("InFlightBytesMax %d: want %d to %d", c.InFlightBytesMax, 64<<10, 4<<30))
 	}
-	problems = append(problems, c.Routes.Validate(), validateRates(c.Rates))
+	problems = append(problems, c.Routes.Validate())
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

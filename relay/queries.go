@@ -532,7 +532,7 @@ type queries struct {
 
 	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
 	lockStamps, foreign, restamp, rebase                                                                                                                    string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                            string
 	moveToDead, removeDead, holdAgain                                                                                                                       string
 	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                          string
 	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
@@ -550,7 +550,7 @@ func newQueries(schema, run string) queries {
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
-		retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
+		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
 		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),

@@ -37,7 +37,6 @@ type Relay struct {
 	placing     kgo.Opt    // places records in the partition that their row requests
 	routes      *routes
 	drops       drops
-	rates       rates
 	suspects    suspects
 	topicMemory topicMemory
 	wake        wake

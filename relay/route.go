@@ -13,7 +13,7 @@ import (
 // Routes decide to which Kafka topic (or, with a Sink, under which topic) a row goes. The zero
 // value keeps the row's own topic.
 //
-// Operators always use the row's own topic name: for paused topics, rates, the topic of dead rows,
+// Operators always use the row's own topic name: for paused topics, the topic of dead rows,
 // metrics and hooks. The order of a key is kept among rows of one topic in the outbox. Size limits,
 // rights and whether a topic exists are those of the topic in Kafka.
 //

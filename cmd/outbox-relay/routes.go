@@ -2,8 +2,6 @@ package main
 
 import (
 	"errors"
-	"fmt"
-	"strconv"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -37,26 +35,4 @@ func parseRoutes(text string) (rules []relay.Rule, err error) {
 		rules, err = append(rules, rule), errors.Join(err, problem)
 	}
 	return rules, err
-}
-
-// addRates adds the flag of relay.Config.Rates.
-func addRates(flags *pflag.FlagSet, rates *map[string]float64) {
-	cli.AddText(flags, "rates", routesBytesMax, "rows per second by topic name in the outbox, as orders=100,bulk=2.5; other topics are not limited", func(text string) error {
-		*rates = map[string]float64{}
-		if strings.TrimSpace(text) == "" {
-			return nil
-		}
-		for one := range strings.SplitSeq(text, ",") {
-			topic, number, _ := strings.Cut(strings.TrimSpace(one), "=")
-			rate, err := strconv.ParseFloat(number, 64)
-			if err != nil || topic == "" || !(rate > 0 && rate <= 1_000_000) {
-				return fmt.Errorf("%.300q: want topic=rows per second, above 0, at most 1000000", one)
-			}
-			if _, twice := (*rates)[topic]; twice {
-				return fmt.Errorf("topic %.260q is given twice", topic)
-			}
-			(*rates)[topic] = rate
-		}
-		return nil
-	})
 }

@@ -86,7 +86,7 @@ func TestRunPublishesAndDrains(t *testing.T) {
 	conn := connect(t, address)
 	environment := relayEnvironment(t, role)
 	environment["OUTBOX_ROUTES"] = "topic=noise;drop"
-	stderr, end := inBackground(t, environment, "run", "--lease", "5m", "--rates", topic+"=1000", "--log-format", "json", "--log-level", "debug")
+	stderr, end := inBackground(t, environment, "run", "--lease", "5m", "--log-format", "json", "--log-level", "debug")
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, 'k', convert_to(n::text, 'UTF8') FROM generate_series(1, 20) n", topic)
 	for i, record := range awaitRecords(t, topic, 20) {
 		assert.Equal(t, fmt.Sprint(i+1), string(record.Value))

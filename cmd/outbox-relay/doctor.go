@@ -112,7 +112,6 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Sequences(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Definitions(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Publishers(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Relays(limited, conn, s.Schema, options.ageMax)...)
 	findings = append(findings, doctor.Replicas(limited, conn, s.Schema)...)

@@ -101,7 +101,7 @@ func golden(t *testing.T, name, address string, names *strings.Replacer, lines .
 // shown are the commands that show and change nothing.
 var shown = []string{
 	"status --interval 0s", "relays list", "topics list", "consumer id-rule", "positions", "dead list", "parked list", "keys list",
-	"keys list --state finished", "actions list", "publishers list", "migrate status", "verify --since 1h", "prune --dry-run",
+	"keys list --state finished", "actions list", "migrate status", "verify --since 1h", "prune --dry-run",
 }
 
 // Property: what the command line prints, as text and as JSON, changes only on purpose.
@@ -149,7 +149,7 @@ func TestGoldenOfMistakes(t *testing.T) {
 		"nosuch", "dead", "dead nosuch", "dead list --nosuch", "dead list extra", "dead list --limit 0", "dead list --limit x", "dead show", "dead show x", "dead retry", "dead discard",
 		"parked show", "parked retry --reason nosuch", "keys show", "keys show nosuch", "keys list --state nosuch", "explain", "explain x", "verify --since x", "verify --since -1h",
 		"positions --group nosuch", "replay", "replay --topic t --from yesterday", "topics pause", "topics pause x", "consumer pause", "consumer resume-at", "status --interval -1s",
-		"run --shards 0", "run --keep 1ms --lease 1ms", "shards", "shards x", "migrate down", "migrate up --schema BAD!", "publishers limit", "relays delete nosuch", "repair", "prune --retention 1s",
+		"run --shards 0", "run --keep 1ms --lease 1ms", "shards", "shards x", "migrate down", "migrate up --schema BAD!", "relays delete nosuch", "repair", "prune --retention 1s",
 		"tail --from-beginning --limit -1", "bench relay --messages 0", "bench consume --messages -1", "completion nosuch", "doctor --timeout -1s", "status --database-url postgres://h/db?sslmode=bogus",
 		"status --brokers nosuch:port", "consumer resume-at --partition x --at y", "topics resume", "keys finish k --status 99 --window 1ns",
 

@@ -168,7 +168,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	execSQL(t, conn, fmt.Sprintf(`CREATE ROLE %[1]s_reader; GRANT USAGE ON SCHEMA effectonce TO %[1]s_reader; GRANT SELECT ON ALL TABLES IN SCHEMA effectonce TO %[1]s_reader`, prefix))
 	reader := pgtest.Login(t, address, prefix, "reader")
 	for _, line := range []string{
-		"status --interval 0s", "verify", "positions", "explain " + topic + "/0/0", "dead list", "parked list", "keys list", "actions list", "relays list", "topics list", "publishers list",
+		"status --interval 0s", "verify", "positions", "explain " + topic + "/0/0", "dead list", "parked list", "keys list", "actions list", "relays list", "topics list",
 		"consumer id-rule", "tail --from-beginning --to-end", "migrate status",
 	} {
 		r := runKafka(t, reader, strings.Fields(line)...)

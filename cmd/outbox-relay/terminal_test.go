@@ -60,11 +60,6 @@ INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, sta
 INSERT INTO effectonce.operator_actions (what, subject, why) VALUES ('x', '{}', 'x');
 INSERT INTO effectonce.outbox_paused (relay, topic, why, who) VALUES ('default', 't', 'x', 'x');
 INSERT INTO effectonce.consumer_pauses (consumer_group, topic, why, who) VALUES ('billing', 't', 'x', 'x')`)
-	prefix := pgtest.RolePrefix(t, address)
-	_, err := conn.Exec(ctx, fmt.Sprintf("CREATE ROLE %s_shop", prefix))
-	require.NoError(t, err)
-	limited := runOn(t, address, "publishers", "limit", prefix+"_shop", "t", "--why", "x")
-	require.Zero(t, limited.code, limited.stderr)
 
 	// As many columns as take it: constraints may forbid some.
 	var columns []struct{ Table, Column, Type string }
@@ -141,7 +136,6 @@ ORDER BY 1, 2`)
 	shown(true, "parked", "list")
 	shown(true, "keys", "list", "--state", "finished")
 	shown(true, "actions", "list")
-	shown(true, "publishers", "list")
 	shown(true, "consumer", "id-rule")
 	shown(true, "explain", id+"1")
 	shown(true, "explain", id+"3")

@@ -130,7 +130,7 @@ func relayRights(schema string) []right {
 	}
 }
 
-// statusRights is what ReadStatus, the relay's metrics and Publishers need besides. They may not
+// statusRights is what ReadStatus, the relay's metrics need besides. They may not
 // read the content of parked messages.
 func statusRights() []right {
 	return []right{
@@ -140,7 +140,6 @@ func statusRights() []right {
 		{"table", "consumer_pauses", "SELECT"},
 		{"table", "parked_messages", "SELECT(consumer topic partition key reason state parked_at)"},
 		{"table", "maintenance", "SELECT"},
-		{"table", "outbox_publishers", "SELECT"},
 		{"table", "idempotency_keys", "SELECT(state created_at retry_at locked_until expires_at)"},
 	}
 }
@@ -172,7 +171,7 @@ func operatorRights(schema string) []right {
 	}
 	for _, table := range []string{
 		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",
-		"outbox_scheduled", "outbox_publishers", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
+		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
 		"outbox_backlog",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})

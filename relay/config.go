@@ -44,9 +44,18 @@ type Config struct {
 	// so all replicas should agree. Rows whose topic is missing, paused or not allowed still wait
 	// in their order. Default: a dead row holds its key.
 	SkipDead bool
-	// Routes publish rows to topics with other names, and drop some rows. Default: each row goes to
-	// the topic that it names.
-	Routes Routes
+	// TopicPrefix goes before the name of each topic in Kafka. At most 200 letters, digits, dots,
+	// underscores and hyphens. Default: none.
+	TopicPrefix string
+	// Topic chooses the topic in Kafka of a row (or, with a Sink, the topic of its Message), without
+	// the prefix; ok false: the row is not published and counts as published. The row's Headers are
+	// those of its column, and its values are valid only until Topic returns. Topic may run several
+	// times for a row, and at the same time for several shards; the same row must give the same
+	// topic in all replicas. After a crash the last rows are published again as Topic decides then.
+	// A panic ends Run with an error that names the row, and the row is published once that is
+	// fixed. Operators, metrics and hooks use the row's own topic, and the order of a key is kept
+	// among rows of one topic in the outbox. Default: the topic that the row names.
+	Topic func(row Message) (topic string, ok bool)
 	// DurableHorizon makes publishing wait until standbys have flushed what is published, so that
 	// no event outlives a failover that loses its commit. Values: "any" (one of the connected
 	// standbys), "a,b" (one of these by application_name), "2 of any", "2 of a,b,c". Only streaming
@@ -121,8 +130,8 @@ type Hooks struct {
 	// slot of the outbox. It is called at each attempt with how long that has lasted; 0 means that
 	// the wait is over. Only the replica with shard 0 calls it.
 	TruncateWaits func(slot int16, waiting time.Duration)
-	// Dropped is called for a row that a rule of Config.Routes drops, with its topic in the outbox.
-	// After a crash it is called again for the last ones.
+	// Dropped is called for a row that Config.Topic does not publish, with its topic in the outbox.
+	// It may be called several times for a row.
 	Dropped func(topic string)
 	// Away is called with the reason when this replica finds that Kafka, or the receiver of its
 	// Sink, does not take rows, and with nil when it takes rows again. The replica keeps its
@@ -136,7 +145,10 @@ type Hooks struct {
 	Dead func(topic string, reason Reason)
 }
 
-var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+var (
+	topicName   = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+	topicPrefix = regexp.MustCompile(`^[a-zA-Z0-9._-]{0,200}$`)
+)
 
 // withDefaults fills in zero values and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
@@ -192,7 +204,9 @@ func (c Config) withDefaults() (Config, error) {
 	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {
 		problems = append(problems, fmt.Errorf("InFlightBytesMax %d: want %d to %d", c.InFlightBytesMax, 64<<10, 4<<30))
 	}
-	problems = append(problems, c.Routes.Validate())
+	if !topicPrefix.MatchString(c.TopicPrefix) {
+		problems = append(problems, fmt.Errorf("TopicPrefix %.260q: want at most 200 letters, digits, dots, underscores and hyphens", c.TopicPrefix))
+	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

@@ -244,7 +244,7 @@ func (l *deadLook) lookForReady(ctx context.Context) error {
 func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits []ready) error {
 	var names []string
 	for _, topic := range missing {
-		names = append(names, l.routes.names(topic)...)
+		names = append(names, l.waitingFor(topic)...)
 	}
 	if len(names) > 0 {
 		if err := l.learn(ctx, names); err != nil {
@@ -252,7 +252,7 @@ func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits [
 		}
 	}
 	for _, topic := range missing {
-		if !l.topics.released(topic, l.routes.names(topic)) {
+		if !l.topics.released(topic, l.waitingFor(topic), l.cfg.Topic != nil) {
 			continue
 		}
 		for _, w := range waits {

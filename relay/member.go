@@ -324,7 +324,7 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 	switch {
 	case w.err == nil:
 		m.trouble = 0
-	case errors.Is(w.err, ErrOldPrimary):
+	case errors.Is(w.err, ErrOldPrimary), errors.Is(w.err, errTopicPanicked):
 		return w.err
 	case errors.Is(w.err, errLimitsChanged):
 		m.cfg.Logger.InfoContext(ctx, "relay starts over", "relay", m.cfg.Name, "shard", shard, "why", w.err)

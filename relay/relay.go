@@ -35,8 +35,6 @@ type Relay struct {
 
 	clientLog   kgo.Logger // of the caller's options; nil: none
 	placing     kgo.Opt    // places records in the partition that their row requests
-	routes      *routes
-	drops       drops
 	suspects    suspects
 	topicMemory topicMemory
 	wake        wake
@@ -83,7 +81,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes), say: sayings{logger: cfg.Logger}}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), say: sayings{logger: cfg.Logger}}
 	r.horizon, _ = parseHorizon(cfg.DurableHorizon) // withDefaults reported the error
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {

@@ -140,6 +140,7 @@ func statusRights() []right {
 		{"table", "consumer_pauses", "SELECT"},
 		{"table", "parked_messages", "SELECT(consumer topic partition key reason state parked_at)"},
 		{"table", "maintenance", "SELECT"},
+		{"table", "outbox_publishers", "SELECT"},
 		{"table", "idempotency_keys", "SELECT(state created_at retry_at locked_until expires_at)"},
 	}
 }
@@ -171,7 +172,7 @@ func operatorRights(schema string) []right {
 	}
 	for _, table := range []string{
 		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",
-		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
+		"outbox_scheduled", "outbox_publishers", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
 		"outbox_backlog",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})

@@ -56,14 +56,6 @@ type Config struct {
 	// fixed. Operators, metrics and hooks use the row's own topic, and the order of a key is kept
 	// among rows of one topic in the outbox. Default: the topic that the row names.
 	Topic func(row Message) (topic string, ok bool)
-	// DurableHorizon makes publishing wait until standbys have flushed what is published, so that
-	// no event outlives a failover that loses its commit. Values: "any" (one of the connected
-	// standbys), "a,b" (one of these by application_name), "2 of any", "2 of a,b,c". Only streaming
-	// standbys count, not backups and not subscribers of logical replication. While too few are
-	// connected, the relay publishes nothing and logs that. The role must be a member of
-	// pg_read_all_stats. Each page costs one more statement and the standby's flush. At most 10,000
-	// bytes; default: publishing waits for no standby.
-	DurableHorizon string
 	// Sink takes the rows instead of Kafka. It cannot be combined with ExactlyOnce. Default: Kafka.
 	Sink Sink
 	// Lease is how long the other replicas wait before they take over from a replica that died. 1 s
@@ -185,9 +177,6 @@ func (c Config) withDefaults() (Config, error) {
 	c.ProgressTopic = cmp.Or(c.ProgressTopic, "effectonce-relay-progress")
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
-	}
-	if _, err := parseHorizon(c.DurableHorizon); err != nil || len(c.DurableHorizon) > 10_000 {
-		problems = append(problems, cmp.Or(err, errors.New("DurableHorizon: want at most 10000 bytes")))
 	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))

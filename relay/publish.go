@@ -241,11 +241,6 @@ func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 	case len(read.page.rows) > 0 && !p.lease.held():
 		return errLeaseLost
 	case len(read.page.rows) > 0:
-		// The page was read before this wait, so the wait covers all of its commits.
-		settle := func(ctx context.Context) error { return p.target.paged(work, ctx, false) }
-		if err := p.awaitHorizon(ctx, settle); err != nil {
-			return err
-		}
 		a, err := p.try(ctx, read.page, at, read.end)
 		if err != nil {
 			return err

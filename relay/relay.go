@@ -47,7 +47,6 @@ type Relay struct {
 	hung        atomic.Int64              // shards whose worker hangs
 	outlet      outlet
 	say         sayings
-	horizon     *horizon // nil: publishing waits for no standby
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby. Rows become visible there in
@@ -82,7 +81,6 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
 	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), say: sayings{logger: cfg.Logger}}
-	r.horizon, _ = parseHorizon(cfg.DurableHorizon) // withDefaults reported the error
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go only to the sink: remove one of the two"))
@@ -147,9 +145,6 @@ func (r *Relay) check(ctx context.Context) error {
 	if !primary {
 		return ErrNotPrimary
 	}
-	if err := r.checkHorizon(ctx); err != nil {
-		return err
-	}
 	return r.adapt(ctx)
 }
 
@@ -189,7 +184,7 @@ func unreachable(err error) bool {
 // single-step form of Run, for tests and cron jobs. It returns ErrLeaseHeld if another replica
 // holds a shard.
 func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
-	if err := errors.Join(r.adapt(ctx), r.checkHorizon(ctx)); err != nil {
+	if err := r.adapt(ctx); err != nil {
 		return 0, err
 	}
 	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {

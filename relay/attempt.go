@@ -180,9 +180,6 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 // record builds the record of a row, or returns why Kafka would refuse it. It returns neither if the
 // row is not published.
 func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to destination) (*kgo.Record, Reason, error) {
-	if r.leftOut > 0 {
-		return nil, ReasonTooLarge, fmt.Errorf("the payload has %d bytes, and the relay reads none above %d: store the body elsewhere and publish a reference, and discard the row", r.leftOut, payloadBytesMax)
-	}
 	headers, err := outbox.DecodeHeaders(r.headers)
 	if err != nil {
 		return nil, ReasonBadHeaders, err

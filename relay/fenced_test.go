@@ -143,9 +143,6 @@ INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, 
 SELECT t.relay, t.shard, w.advance + 1, t.epoch, w.advanced_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
 FROM taken t JOIN effectonce.outbox_progress_now w USING (relay, shard)`
 
-// takenBeforeSQL is what a replica of the previous release does, which knows no chain.
-const takenBeforeSQL = `UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour'`
-
 // Property: a replica whose shard another one took, which it can learn only from the epoch, gives
 // up long before its own lease would have ended, leaves the other's lease as it is, and counts
 // nothing as published that is not stored. Row O13 of guarantees.md.

@@ -185,7 +185,7 @@ func (s *storedTick) tick() (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored, t.found = s.Tick, true, true
+	t.id, t.stored = s.Tick, true
 	return t, nil
 }
 

@@ -37,9 +37,8 @@ WITH wanted AS (
     SELECT FROM effectonce.outbox_replicas r WHERE r.relay = $1 AND r.owner = p.owner AND r.alive_until > clock_timestamp())
 )
 SELECT EXISTS (SELECT FROM working), coalesce((SELECT pg_catalog.array_agg(owner || CASE
-    WHEN NOT listed THEN ' (holds a lease, and is not alive)'
-    WHEN obeys IS NULL THEN ' (of a release that does not confirm pauses)' ELSE '' END ORDER BY owner)
-  FROM working WHERE obeys IS NULL OR NOT obeys OPERATOR(pg_catalog.@>) wanted.ids), '{}')
+    WHEN NOT listed THEN ' (holds a lease, and is not alive)' ELSE '' END ORDER BY owner)
+  FROM working WHERE (obeys OPERATOR(pg_catalog.@>) wanted.ids) IS NOT TRUE), '{}')
 FROM wanted`
 
 // withoutRowsSQL returns the topics that have no row in any table.

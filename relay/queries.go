@@ -20,14 +20,11 @@ SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', '
 const probeSQL = `-- relay.probe
 SELECT pg_current_snapshot()::text`
 
-// enrollSQL registers a relay with its initial number of shards. It also inserts the rows of
-// outbox_locks, which may be missing from a copy of the tables that an earlier release filled.
+// enrollSQL registers a relay with its initial number of shards.
 const enrollSQL = `-- relay.enroll
-WITH locks AS (INSERT INTO effectonce.outbox_locks (name) VALUES ('promote'), ('stamps') ON CONFLICT DO NOTHING)
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
-// copyProgress copies the newest row of the chain into outbox_progress, where the previous release
-// and operators look.
+// copyProgress copies the newest row of the chain into outbox_progress, where operators look.
 const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor, published = w.published,
   advanced_epoch = w.advanced_epoch, advance = w.advance, updated_at = w.updated_at`
 
@@ -307,17 +304,12 @@ SELECT page.seq, page.id, page.topic, page.key, CASE WHEN octet_length(page.payl
   CASE WHEN octet_length(page.payload) > $8::int THEN octet_length(page.payload)::bigint END, NULL
 `
 
-// inBounds: rows from before schema version 8 may have larger payloads, which are not read. See
-// payloadBytesMax.
-const inBounds = `(octet_length(page.payload) <= 100000000) IS NOT FALSE`
-
 // fetchSizedSQL is fetchSQL with a page that ends with the row which passes $8 bytes, so that large
 // rows are not sent and discarded. For small rows the sum costs half as much as everything else.
 const fetchSizedSQL = `-- relay.fetch_sized
 ` + fetchNow + `
 UNION ALL
-SELECT page.seq, page.id, page.topic, page.key, CASE WHEN ` + inBounds + ` THEN page.payload END, ` + fetchHeaders + `, page.created_at,
-  CASE WHEN NOT ` + inBounds + ` THEN octet_length(page.payload)::bigint END, NULL
+SELECT page.seq, page.id, page.topic, page.key, page.payload, ` + fetchHeaders + `, page.created_at, NULL, NULL
 FROM (
   SELECT *, pg_catalog.sum(coalesce(octet_length(payload), 0) + coalesce(octet_length(key), 0)) OVER (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
   ` + fetchFrom + fetchNew + fetchLate + fetchTo + `) page
@@ -382,9 +374,6 @@ RETURNING tick`
 const advanceSQL = `-- relay.advance
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
 SELECT $2, $3, $4, $5, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
-
-const lockLeaseSQL = `-- relay.lock_lease
-SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3 FOR SHARE`
 
 // clearAdvancesSQL deletes the rows of the chain between two numbers.
 const clearAdvancesSQL = `-- relay.clear_advances
@@ -468,12 +457,7 @@ SELECT coalesce((
   SELECT CASE WHEN due_at <= clock_timestamp() THEN 0
     WHEN due_at < clock_timestamp() + interval '2 seconds' THEN pg_catalog.ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
     ELSE 2000 END
-  FROM effectonce.outbox_scheduled s WHERE ` + movable + ` ORDER BY due_at LIMIT 1), 2000)::bigint`
-
-// movable is the outbox's own bound on rows. Rows from before schema version 8 may be beyond it.
-// They stay, and doctor reports them as overdue.
-const movable = `(octet_length(s.payload) <= 100000000) IS NOT FALSE AND (octet_length(s.key) <= 1048576) IS NOT FALSE
-  AND pg_catalog.pg_column_size(s.headers) <= 2097152 AND octet_length(s.headers::text) <= 8388608`
+  FROM effectonce.outbox_scheduled s ORDER BY due_at LIMIT 1), 2000)::bigint`
 
 // promoteSQL moves due messages into the outbox, in the order of their times: about $1 of those
 // behind the place ($2, $3). Messages of the same time move in the order in which they were
@@ -496,17 +480,17 @@ WITH mine AS MATERIALIZED (
   SELECT true AS locked FROM effectonce.outbox_locks WHERE name = 'promote' FOR UPDATE SKIP LOCKED
 ), first AS MATERIALIZED (
   SELECT due_at, id, topic, publisher, place FROM effectonce.outbox_scheduled s
-  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint) AND ` + movable + `
+  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint)
   ORDER BY due_at, place LIMIT $1 FOR UPDATE SKIP LOCKED
 ), ids AS MATERIALIZED (
   SELECT f.due_at, f.id, f.publisher, count(*) AS taken, pg_catalog.min(f.place) AS place, (SELECT count(*) FROM (
-    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher AND ` + movable + ` LIMIT $1) AS s) AS size
+    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher LIMIT $1) AS s) AS size
   FROM first f GROUP BY f.due_at, f.id, f.publisher
 ), rest AS MATERIALIZED (
   SELECT r.due_at, r.id, r.topic, r.publisher
   FROM (SELECT * FROM ids WHERE taken < size ORDER BY due_at, place) AS i CROSS JOIN LATERAL (
     SELECT s.due_at, s.id, s.topic, s.publisher FROM effectonce.outbox_scheduled s
-    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher AND ` + movable + `
+    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher
       AND (s.id, s.topic, s.publisher) NOT IN (SELECT f.id, f.topic, f.publisher FROM first f)
     LIMIT $1 FOR UPDATE SKIP LOCKED) AS r
   LIMIT $1
@@ -520,7 +504,7 @@ WITH mine AS MATERIALIZED (
   RETURNING s.due_at, s.place, s.id, s.topic, s.key, s.payload, s.headers, s.created_at
 ), moved AS (
   INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
-  SELECT id, topic, key, payload, headers, greatest(least(greatest(due_at, created_at), '9998-12-31'), '0001-01-01') FROM gone ORDER BY due_at, place
+  SELECT id, topic, key, payload, headers, greatest(due_at, created_at) FROM gone ORDER BY due_at, place
   RETURNING 1
 ), last AS (
   SELECT due_at, place FROM first ORDER BY due_at DESC, place DESC LIMIT 1
@@ -530,12 +514,12 @@ SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_a
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                                    string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                            string
-	moveToDead, removeDead, holdAgain                                                                                                                       string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                          string
-	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
+	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, prune string
+	lockStamps, foreign, restamp, rebase                                                                                                         string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
+	moveToDead, removeDead, holdAgain                                                                                                            string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                               string
+	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                         string
 }
 
 // newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
@@ -547,7 +531,7 @@ func newQueries(schema, run string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
-		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
+		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),

@@ -213,7 +213,7 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if r.sized {
 		sql, bytes = r.sql.fetchSized, r.bytesMax/4
 	}
-	args := []any{r.lease.cluster.run, max(after, c.from.divider()), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
+	args := []any{r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
 	if len(c.from.xip) == 0 && !r.sized {
 		sql, args = r.sql.fetchNew, args[:8]
 	}

@@ -10,7 +10,7 @@ import (
 // replica is another process of the relay, as it last reported itself.
 type replica struct {
 	owner      string
-	reachedAgo *time.Duration // since the brokers answered it; nil: never, or the replica is of the previous release
+	reachedAgo *time.Duration // since the brokers answered it; nil: never
 	stuck      bool
 }
 

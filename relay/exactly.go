@@ -93,12 +93,7 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	if err := t.storeAdopted(ctx, found, rows); err != nil {
 		return err
 	}
-	// checkSequences before the lease did not know the numbers that Kafka knows.
-	repaired, err := t.checkSequences(ctx, t.lease.cluster.run)
-	if err == nil && repaired {
-		err = errLeaseLost
-	}
-	return err
+	return t.checkSequences(ctx) // the check before the lease did not know the numbers that Kafka knows
 }
 
 func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows int64) error {

@@ -177,7 +177,7 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	if !read.here {
 		return nil, nil, errAnotherRun
 	}
-	if err := r.sequenceBack(r.lease.cluster.run, read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
+	if err := sequenceBack(read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
 		return nil, nil, err
 	}
 	r.sized = read.deferred || r.sized && read.large

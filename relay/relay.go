@@ -43,7 +43,6 @@ type Relay struct {
 	newest      atomic.Pointer[cluster]   // the newest cluster on which this process held a lease
 	slotWaits   map[int16]*slotWait       // used only by the goroutine that runs tidy
 	overdue     atomic.Int64              // calls of the sink that continue although their context has ended
-	seen        seen                      // the largest number that a sequence was found behind
 	hung        atomic.Int64              // shards whose worker hangs
 	outlet      outlet
 	say         sayings
@@ -195,11 +194,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		return 0, err
 	}
 	defer r.leave(ctx)
-	here, err := r.askCluster(ctx)
-	if err != nil {
-		return 0, err
-	}
-	if _, err := r.checkSequences(ctx, here.run); err != nil { // before rows are inserted
+	if err := r.checkSequences(ctx); err != nil { // before rows are inserted
 		return 0, err
 	}
 	if _, err := r.promoteDue(ctx); err != nil {

@@ -127,6 +127,7 @@ func TestGoldenOfAPipeline(t *testing.T) {
 	execSQL(t, conn, burySQL)
 	_, err := conn.PgConn().Exec(t.Context(), strings.ReplaceAll(parkSQL, idPrefix, "01976f00-0000-7000-8000-0000000000a")).ReadAll()
 	require.NoError(t, err)
+	execSQL(t, conn, `SELECT setval('effectonce.outbox_seq_seq', (SELECT pg_catalog.max(seq) FROM effectonce.outbox_dead))`)
 	_, err = conn.PgConn().Exec(t.Context(), strings.ReplaceAll(goldenSQL, "TOPIC", topic)).ReadAll()
 	require.NoError(t, err)
 	drain(t, address)

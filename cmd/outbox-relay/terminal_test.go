@@ -46,6 +46,7 @@ func TestHostileValuesAreOnlyShown(t *testing.T) {
 	ctx, address, topic := t.Context(), pgtest.Database(t), kafkatest.Topic(t, 1)
 	conn := connect(t, address)
 	execSQL(t, conn, `
+SELECT setval('effectonce.outbox_seq_seq', 1000);
 INSERT INTO effectonce.outbox (id, topic, key, payload, headers) VALUES ('01976f00-0000-7000-8000-000000000001', '`+topic+`', 'k', 'x', '{"a": "b"}');
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1), ('other', 1);
 INSERT INTO effectonce.outbox_scheduled (id, topic, key, payload, due_at) VALUES ('01976f00-0000-7000-8000-000000000002', 'later', 'k', 'x', now() + interval '1 hour');

@@ -19,6 +19,7 @@ const absurdRows = `
 CREATE TEMP TABLE times AS SELECT at, n FROM unnest('{-infinity, 4713-01-01 00:00:00+00 BC, 0001-01-01 00:00:00+00 BC, 10000-01-01+00, 294276-12-31+00, infinity}'::timestamptz[])
   WITH ORDINALITY AS a (at, n);
 CREATE FUNCTION pg_temp.id(n bigint) RETURNS uuid RETURN ('01976f00-0000-7000-8000-00000000000' || n)::uuid;
+SELECT setval('effectonce.outbox_seq_seq', 2000);
 INSERT INTO effectonce.outbox (id, topic, key, payload, created_at) SELECT pg_temp.id(n), 'TOPIC', 'k', 'row', at FROM times;
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1);
 INSERT INTO effectonce.outbox_scheduled (id, topic, key, payload, due_at, created_at) SELECT pg_temp.id(n), 'TOPIC', 'k', 'later', at, at FROM times;
@@ -64,6 +65,7 @@ func TestRowsOfAnyTimeAreShown(t *testing.T) {
 		shown([]string{"dead", "show", id + n}, []string{"parked", "show", id + n}, []string{"keys", "show", "running " + n}, []string{"keys", "show", "finished " + n})
 	}
 	shown([]string{"explain", id + "1"}, []string{"explain", "running 6"})
+	execSQL(t, conn, `DELETE FROM effectonce.outbox_scheduled`)
 	drain(t, address)
 	shown([]string{"explain", id + "6"}, []string{"verify"},
 		[]string{"replay", "--topic", topic, "--from", "2000-01-01T00:00:00Z", "--why", "x", "--dry-run"})

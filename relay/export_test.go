@@ -147,17 +147,9 @@ func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int6
 	return found.Published, nil
 }
 
-// Course is the course of a worker, as the member of a relay and the worker see it.
-type Course struct{ course }
-
-// Rest is what the member asks; it reports whether the worker has confirmed.
-func (c *Course) Rest() bool { return c.rest() }
-
-// GoOn is what the member says when it has asked in vain.
-func (c *Course) GoOn() { c.goOn() }
-
-// MayRead is what the worker asks when no read is under way.
-func (c *Course) MayRead(between bool) bool {
-	ok, _ := c.reading(between)
-	return ok
+// TickWithin reports whether what is visible in a snapshot is visible in another one.
+func TickWithin(snapshot string, seqLast int64, other string, otherSeqLast int64) bool {
+	a, err := newTick(snapshot, seqLast)
+	b, otherErr := newTick(other, otherSeqLast)
+	return err == nil && otherErr == nil && a.within(b)
 }

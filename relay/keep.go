@@ -70,12 +70,11 @@ func (c *Config) unacknowledgedMax() time.Duration {
 }
 
 // keeps reports whether the work ended for a reason that waiting, or a new client, resolves, and
-// that no other replica would handle better. Then the work begins again under the same lease. A
-// change of the number of shards begins with new leases.
+// that no other replica would handle better. Then the work begins again under the same lease.
 func (p *publisher) keeps(ctx context.Context, err error) bool {
 	var alone *refusedAlone
 	again := away(err) || errors.Is(err, errLimitsChanged) || errors.As(err, &alone)
-	return again && !p.once && ctx.Err() == nil && !p.course.isBound() && p.lease.held()
+	return again && !p.once && ctx.Err() == nil && p.lease.held()
 }
 
 // swap puts another publisher into a worker. The member does it, because it reads workers.
@@ -162,15 +161,6 @@ func (m *member) replace(ctx context.Context, w *worker, next *publisher) error 
 	}
 }
 
-// swapIn is the member's part of replace.
-func (m *member) swapIn(ctx context.Context, s swap) {
-	s.worker.publisher = s.next
-	if m.cut != nil {
-		m.abandonCut(ctx) // the shard may be before or behind the cut, which the new publisher does not know
-	}
-	close(s.done)
-}
-
 // inspectWorkers notes which shards wait for the brokers, and which hang. It returns the leases
 // that may be renewed.
 func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
@@ -178,7 +168,7 @@ func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
 	for shard, w := range m.workers {
 		p := w.publisher
 		switch late := p.late(); {
-		case !p.course.isOver() && late > m.cfg.hungAfter():
+		case late > m.cfg.hungAfter():
 			hung++
 			m.hangs(ctx, w, late)
 			continue

@@ -49,13 +49,3 @@ WHERE NOT EXISTS (SELECT FROM effectonce.outbox_paused p WHERE p.relay = $1 AND 
   AND NOT EXISTS (SELECT FROM effectonce.outbox_scheduled s WHERE s.topic = t.topic)
   AND NOT EXISTS (SELECT FROM effectonce.outbox o WHERE o.topic = t.topic)
 ORDER BY t.place`
-
-// wantShardsSQL: see SetShards.
-const wantShardsSQL = `-- relay.want_shards
-WITH wanted AS (
-  UPDATE effectonce.outbox_relays SET shards_wanted = nullif($2, shards) WHERE relay = $1 RETURNING shards
-), noted AS (
-  INSERT INTO effectonce.operator_actions (who, what, why, subject)
-  SELECT $3, 'relay.shards', $4, pg_catalog.jsonb_build_object('relay', $1::text, 'shards', shards, 'wanted', $2::smallint) FROM wanted
-)
-SELECT shards FROM wanted`

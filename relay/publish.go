@@ -19,7 +19,6 @@ import (
 type publisher struct {
 	*Relay
 	lease    *lease
-	course   course
 	reader   *reader
 	flight   *flight
 	progress *progress
@@ -60,13 +59,13 @@ func (p *publisher) lose(err error) {
 }
 
 // publish works until ctx ends, the lease is lost or something fails. With once it ends when no row
-// waits. If its course has an end, it ends there.
+// waits.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.publishShard(ctx)
 	if p.kept = p.keeps(ctx, err); p.kept {
 		return err
 	}
-	if !errors.Is(err, errLeaseLost) && !p.course.isOver() {
+	if !errors.Is(err, errLeaseLost) {
 		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
 		defer cancel()
 		p.giveBack(end, p.lease)
@@ -132,11 +131,7 @@ func (p *publisher) publishShard(ctx context.Context) error {
 		defer cancel()
 		return p.target.finish(work, drain)
 	})
-	err = group.Wait()
-	if err == nil {
-		p.course.arrive(p.reader.at)
-	}
-	return err
+	return group.Wait()
 }
 
 // aim chooses the target.
@@ -186,13 +181,9 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		if err := p.flight.room(ctx); err != nil {
 			return err
 		}
-		read, done, err := p.reader.next(ctx)
-		if err != nil || done {
+		read, err := p.reader.next(ctx)
+		if err != nil {
 			return err
-		}
-		if read == nil {
-			p.sleep(ctx, restPause, p.wake.next())
-			continue
 		}
 		if err := p.hand(work, ctx, read); err != nil {
 			return err
@@ -214,9 +205,6 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	}
 	return nil
 }
-
-// restPause is how often a worker that rests checks whether it may continue.
-const restPause = 2 * time.Millisecond
 
 // sleep pauses for d. Wake ends the pause early by closing woken, unless the pause is a nap.
 func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan struct{}) {

@@ -46,7 +46,7 @@ WITH alive AS (
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
-SELECT r.shards, r.shards_wanted, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
+SELECT r.shards, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
@@ -111,42 +111,6 @@ const releaseSQL = `-- relay.release
 UPDATE effectonce.outbox_progress p SET lease_until = NULL, owner = NULL, ` + copyProgress + `
 FROM effectonce.outbox_progress_now w
 WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND w.relay = $1 AND w.shard = $2`
-
-const snapshotSQL = `-- relay.snapshot
-SELECT pg_current_snapshot()::text, coalesce((SELECT pg_catalog.max(p.floor) FROM effectonce.outbox_progress_now p WHERE p.relay = $2), 0), ` + here + `
-`
-
-// lockShardsSQL and the statements after it: see reshard.go.
-const lockShardsSQL = `-- relay.lock_shards
-SELECT FROM effectonce.outbox_relays WHERE relay = $1 AND shards_wanted IS NOT NULL FOR UPDATE`
-
-const allHeldSQL = `-- relay.all_held
-SELECT count(*) = (SELECT shards FROM effectonce.outbox_relays WHERE relay = $1)
-FROM (SELECT FROM effectonce.outbox_progress p JOIN unnest($2::smallint[], $3::bigint[]) AS mine (shard, epoch) USING (shard, epoch)
-    JOIN effectonce.outbox_progress_now w USING (relay, shard)
-  WHERE p.relay = $1 AND w.tick = $4 AND w.next_tick IS NULL AND p.lease_until > clock_timestamp() FOR UPDATE OF p) held`
-
-// cutOverSQL begins the new shards, with an epoch above all earlier ones.
-const cutOverSQL = `-- relay.cut_over
-INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, tick, floor, epoch, advanced_epoch, published, system_identifier, timeline)
-SELECT r.relay, s.shard, r.shards_wanted, $2, old.floor, old.epoch + 1, old.epoch + 1, CASE s.shard WHEN 0 THEN old.published ELSE 0 END,
-  old.system_identifier, old.timeline
-FROM effectonce.outbox_relays r
-CROSS JOIN LATERAL generate_series(0, r.shards_wanted - 1) AS s (shard)
-CROSS JOIN LATERAL (SELECT pg_catalog.max(epoch) AS epoch, pg_catalog.min(floor) AS floor, pg_catalog.sum(published) AS published,
-    pg_catalog.max(system_identifier) AS system_identifier, pg_catalog.max(timeline) AS timeline
-  FROM effectonce.outbox_progress_now WHERE relay = r.relay) old
-WHERE r.relay = $1
-ON CONFLICT (relay, shard) DO UPDATE SET
-  shards = excluded.shards, tick = excluded.tick, next_tick = NULL, seq = 0, floor = excluded.floor, epoch = excluded.epoch,
-  advanced_epoch = excluded.advanced_epoch, published = excluded.published, owner = NULL, lease_until = NULL, updated_at = clock_timestamp()`
-
-const dropShardsSQL = `-- relay.drop_shards
-DELETE FROM effectonce.outbox_progress p USING effectonce.outbox_relays r
-WHERE r.relay = $1 AND p.relay = r.relay AND p.shard >= r.shards_wanted`
-
-const shardsDoneSQL = `-- relay.shards_done
-UPDATE effectonce.outbox_relays SET shards = shards_wanted, shards_wanted = NULL WHERE relay = $1`
 
 // slotsSQL reads the state of the outbox's slots. The relay keeps a slot for $1 after it turned
 // away from it. It turns away from a slot that has been filled for half of $1, or that is larger
@@ -518,7 +482,6 @@ type queries struct {
 	lockStamps, foreign, restamp, rebase                                                                                                         string
 	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
 	moveToDead, removeDead, holdAgain                                                                                                            string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                               string
 	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                         string
 }
 
@@ -536,7 +499,6 @@ func newQueries(schema, run string) queries {
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
 		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
-		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
 	}
 }

@@ -16,7 +16,6 @@ type reader struct {
 	*Relay
 	lease    *lease
 	progress *progress
-	course   *course
 	bytesMax int
 	patient  func(context.Context) (context.Context, context.CancelFunc) // limits a statement
 
@@ -47,7 +46,7 @@ type reading struct {
 
 func newReader(p *publisher) *reader {
 	r := &reader{
-		Relay: p.Relay, lease: p.lease, progress: p.progress, course: &p.course, bytesMax: p.flight.bytesMax, patient: p.patient,
+		Relay: p.Relay, lease: p.lease, progress: p.progress, bytesMax: p.flight.bytesMax, patient: p.patient,
 		limit: min(100, p.cfg.PageRowsMax), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
 	}
 	r.from(p.lease.cursor)
@@ -60,28 +59,14 @@ func (r *reader) from(at cursor) {
 	r.mark = floorMark{xmax: at.from.xmax, seqLast: at.from.seqLast}
 }
 
-// next reads a page. It returns nil when the worker must rest, and done at the end of its course.
-func (r *reader) next(ctx context.Context) (read *reading, done bool, err error) {
-	if r.ahead == nil {
-		ok, end := r.course.reading(r.at.to == nil)
-		if !ok {
-			return nil, false, nil
-		}
-		if end != nil {
-			if r.at.from == end {
-				return nil, true, nil
-			}
-			if r.at.to == nil {
-				r.at.to, r.at.seq = end, 0
-			}
-		}
-	}
+// next reads a page.
+func (r *reader) next(ctx context.Context) (*reading, error) {
 	got := r.nextPage(ctx)
 	if got.err != nil {
-		return nil, false, got.err
+		return nil, got.err
 	}
 	crashpoint.Here(crashpoint.RelayRead)
-	read = &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
+	read := &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
 	r.pace.saw(len(got.page.rows))
 	r.limit = nextLimit(r.limit, got.page, r.bytesMax, r.cfg.PageRowsMax)
 	if got.page.full {
@@ -89,7 +74,7 @@ func (r *reader) next(ctx context.Context) (read *reading, done bool, err error)
 	} else {
 		read.end.floor = r.mark.advance(read.end.from, read.end.floor)
 	}
-	return read, false, nil
+	return read, nil
 }
 
 // nextPage returns the page that was read ahead, or reads one.

@@ -41,8 +41,9 @@ type target interface {
 	// them once they are acknowledged, and never past a dead row before that row is in outbox_dead.
 	// ctx ends when the relay must stop; work ends only when the work on the shard has failed.
 	publish(work, ctx context.Context, a *attempt) error
-	// paged is called after each page, and often while there is none.
-	paged(work, ctx context.Context, full bool) error
+	// afterPage is called after every read, including empty ones; it commits a transaction that is old
+	// enough.
+	afterPage(work, ctx context.Context, full bool) error
 	// store is called every ProgressEvery, from a goroutine of its own. It writes progress to the
 	// database.
 	store(ctx context.Context) error

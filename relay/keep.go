@@ -19,12 +19,12 @@ type pulse struct {
 	n     int
 }
 
-// turn is a sign of life.
-func (p *publisher) turn() {
+// progressed is a sign of life.
+func (p *publisher) progressed() {
 	p.pulse.mu.Lock()
 	p.pulse.last = time.Now()
 	p.pulse.mu.Unlock()
-	p.Relay.turn()
+	p.Relay.heartbeat()
 }
 
 // expect begins a wait of at most d. The caller calls ended when the wait is over, which is a sign
@@ -69,9 +69,9 @@ func (c *Config) unacknowledgedMax() time.Duration {
 	return min(max(c.Lease/2, time.Second), 10*time.Second)
 }
 
-// keeps reports whether the work ended for a reason that waiting, or a new client, resolves, and
+// shouldRestart reports whether the work ended for a reason that waiting, or a new client, resolves, and
 // that no other replica would handle better. Then the work begins again under the same lease.
-func (p *publisher) keeps(ctx context.Context, err error) bool {
+func (p *publisher) shouldRestart(ctx context.Context, err error) bool {
 	var alone *refusedAlone
 	again := away(err) || errors.Is(err, errLimitsChanged) || errors.As(err, &alone)
 	return again && !p.once && ctx.Err() == nil && p.lease.held()
@@ -84,13 +84,13 @@ type swap struct {
 	done   chan struct{}
 }
 
-// keep publishes a shard until its lease must be released, or is lost. When the brokers or a sink
+// runShard publishes a shard until its lease must be released, or is lost. When the brokers or a sink
 // temporarily take no rows, the lease is kept: the work begins again from stored progress, under
 // the same epoch.
-func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
+func (m *member) runShard(ctx context.Context, w *worker, p *publisher) error {
 	for n := 1; ; n++ {
 		err := p.publish(ctx)
-		if !p.kept {
+		if !p.restarts {
 			m.waits(ctx, p.lease.shard, nil)
 			return err
 		}

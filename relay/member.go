@@ -140,7 +140,7 @@ func (m *member) enroll(ctx context.Context) error {
 
 // step reads the state in the database once and acts on it.
 func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *worker) error {
-	m.turn()
+	m.heartbeat()
 	leases := m.inspectWorkers(ctx)
 	s, err := m.beat(ctx, leases, m.report())
 	if err != nil {
@@ -273,7 +273,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
 	w.publisher.patience <<= min(m.trouble, patienceGrows)
-	p := w.publisher // keep replaces it
+	p := w.publisher // runShard replaces it
 	m.workers[l.shard] = w
 	m.tell(l.shard, true)
 	if l.shard == 0 {
@@ -281,7 +281,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	}
 	group.Go(func() {
 		defer stop()
-		w.err = m.keep(working, w, p)
+		w.err = m.runShard(working, w, p)
 		ended <- w // after this the member may read err
 	})
 }

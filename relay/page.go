@@ -95,10 +95,10 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 			last = string(v[2])
 		}
 		r := row{seq: int64(binary.BigEndian.Uint64(v[0])), id: uuid.UUID(v[1]), topic: last}
-		r.key, arena = keep(arena, v[3])
-		r.payload, arena = keep(arena, v[4])
+		r.key, arena = copyTo(arena, v[3])
+		r.payload, arena = copyTo(arena, v[4])
 		if r.headers = noHeaders; v[5] != nil {
-			r.headers, arena = keep(arena, v[5])
+			r.headers, arena = copyTo(arena, v[5])
 		}
 		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[6])) + postgresEpoch)
 		if n := len(p.rows); n > 0 && p.rows[n-1].seq >= r.seq {
@@ -126,8 +126,8 @@ func (p *page) payloads() (bytes int) {
 
 var errNoOrder = errors.New("the statement's rows are not in order: please report it with the server's version and settings")
 
-// keep copies a value into the arena. It preserves the difference between NULL and empty.
-func keep(arena, v []byte) (kept, rest []byte) {
+// copyTo copies a value into the arena. It preserves the difference between NULL and empty.
+func copyTo(arena, v []byte) (kept, rest []byte) {
 	if v == nil {
 		return nil, arena
 	}

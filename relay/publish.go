@@ -26,7 +26,7 @@ type publisher struct {
 	topics   *topics
 	client   *kgo.Client // nil with a sink
 	target   target
-	kept     bool       // publish returned without releasing the lease: the work begins again
+	restarts bool       // publish returned without releasing the lease: the work begins again
 	once     bool       // end as soon as no row waits
 	lost     chan error // the member reports that the lease is lost
 	patience time.Duration
@@ -43,7 +43,7 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
 	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
 	p.pulse.last = time.Now()
-	p.flight.waits, p.flight.acked = p.turn, p.acknowledged
+	p.flight.waits, p.flight.acked = p.progressed, p.acknowledged
 	p.reader = newReader(p)
 	l.obeys.set.Store(r.paused.Load()) // safe: nothing is in flight
 	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: newDeadLook(p)}
@@ -62,7 +62,7 @@ func (p *publisher) lose(err error) {
 // waits.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.publishShard(ctx)
-	if p.kept = p.keeps(ctx, err); p.kept {
+	if p.restarts = p.shouldRestart(ctx, err); p.restarts {
 		return err
 	}
 	if !errors.Is(err, errLeaseLost) {
@@ -171,7 +171,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	defer p.reader.stop()
 	defer cancel()
 	for ctx.Err() == nil {
-		p.turn()
+		p.progressed()
 		if err := p.followPauses(work, ctx); err != nil {
 			return err
 		}
@@ -192,7 +192,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		if len(read.page.rows) == 0 && p.flight.state().pages == 0 {
 			p.worked.Store(true)
 		}
-		if err := p.target.paged(work, ctx, read.page.full); err != nil {
+		if err := p.target.afterPage(work, ctx, read.page.full); err != nil {
 			return err
 		}
 		switch {

@@ -123,10 +123,10 @@ FROM effectonce.outbox_slots s, effectonce.outbox_slot c
 CROSS JOIN LATERAL pg_relation_size(('effectonce.outbox_' || s.slot::text)::regclass) AS size (bytes)
 ORDER BY s.slot`
 
-// turnSQL turns from slot $1 to slot $2. The sequence is not part of the transaction. If the
+// rotateSQL rotates from slot $1 to slot $2. The sequence is not part of the transaction. If the
 // sequence turns and the rest does not happen, the times are wrong until the next turn, which only
 // keeps rows for longer.
-const turnSQL = `-- relay.turn
+const rotateSQL = `-- relay.rotate
 WITH away AS (UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() WHERE slot = $1),
 towards AS (UPDATE effectonce.outbox_slots SET turned_to = clock_timestamp(), turned_away = NULL WHERE slot = $2)
 SELECT pg_catalog.setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value FROM effectonce.outbox_slot) = $1`
@@ -368,8 +368,8 @@ const foreignSQL = `-- relay.foreign
 SELECT EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
 
 // restampSQL gives such rows an id that each snapshot shows, except that of tick 0, where a relay
-// without progress begins. To relays that are ahead, an id of this transaction would look like a
-// number that was assigned twice.
+// without progress begins. It does not use this transaction's id: relays past this row would
+// report its seq as reused.
 const restampSQL = `-- relay.restamp
 UPDATE effectonce.outbox o SET txid = '1' WHERE ` + foreign
 
@@ -482,7 +482,7 @@ type queries struct {
 	lockStamps, foreign, restamp, rebase                                                                                                         string
 	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
 	moveToDead, removeDead, holdAgain                                                                                                            string
-	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                         string
+	slots, rotate, unpublished, lockSlot, truncate, truncated, slotHolders                                                                       string
 }
 
 // newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
@@ -499,6 +499,6 @@ func newQueries(schema, run string) queries {
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
 		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
-		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
+		slots: in(slotsSQL), rotate: in(rotateSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
 	}
 }

@@ -26,9 +26,9 @@ type reader struct {
 	pace  pace
 
 	// State of the last page. Only the read under way uses it.
-	few                     bool // the page had few rows, or none
-	near                    bool // the round trip was short
-	sized                   bool // large rows are near
+	lastPageSmall           bool
+	fastRoundTrip           bool
+	limitBySize             bool // large rows were met
 	rowsBefore, arenaBefore int
 	passing                 passing
 }
@@ -141,7 +141,7 @@ func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, 
 }
 
 func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
-	if c.to == nil && r.few && r.near {
+	if c.to == nil && r.lastPageSmall && r.fastRoundTrip {
 		var snapshot string
 		if err := r.pool.QueryRow(ctx, probeSQL).Scan(&snapshot); err != nil {
 			return nil, nil, err
@@ -153,7 +153,7 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	seqSafe := r.progress.seqSafe.Load() // before the statement's snapshot
 	read, err := r.query(ctx, c, limit)
 	if err == nil && read.deferred && len(read.rows) == 0 { // the next row is a large one
-		r.sized = true
+		r.limitBySize = true
 		read, err = r.query(ctx, c, limit)
 	}
 	if err != nil {
@@ -165,8 +165,8 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	if err := sequenceBack(read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
 		return nil, nil, err
 	}
-	r.sized = read.deferred || r.sized && read.large
-	r.few = len(read.rows) <= fewRows
+	r.limitBySize = read.deferred || r.limitBySize && read.large
+	r.lastPageSmall = len(read.rows) <= fewRows
 	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.bytesMax/4)
 	seen, err := newTick(read.snapshot, seqSafe)
 	if err != nil {
@@ -195,11 +195,11 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 		upTo = &c.to.snapshot
 	}
 	sql, bytes := r.sql.fetch, largeBytes
-	if r.sized {
+	if r.limitBySize {
 		sql, bytes = r.sql.fetchSized, r.bytesMax/4
 	}
 	args := []any{r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
-	if len(c.from.xip) == 0 && !r.sized {
+	if len(c.from.xip) == 0 && !r.limitBySize {
 		sql, args = r.sql.fetchNew, args[:8]
 	}
 	batch := &pgx.Batch{}
@@ -211,13 +211,13 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if _, err := results.Exec(); err != nil {
 		return nil, err
 	}
-	r.near = time.Since(begun) < nearMax // this answer comes before the page
+	r.fastRoundTrip = time.Since(begun) < nearMax // this answer comes before the page
 	rows, err := results.Query()
 	if err != nil {
 		return nil, err
 	}
-	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, sized: r.sized, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
-	if err == nil && r.sized {
+	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, sized: r.limitBySize, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
+	if err == nil && r.limitBySize {
 		read.full = read.full || read.payloads() >= r.bytesMax/4
 	}
 	return read, err

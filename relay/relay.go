@@ -105,7 +105,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 // does not fit, a standby, a primary from before a failover.
 func (r *Relay) Run(ctx context.Context) error {
 	for trouble := 1; ctx.Err() == nil; trouble++ {
-		r.turn()
+		r.heartbeat()
 		err := r.check(ctx)
 		if err == nil {
 			return newMember(r).participate(ctx)
@@ -245,9 +245,9 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	return p.progress.rows, err
 }
 
-// turn calls the heartbeat: this loop is not stuck. Statements, and waits for brokers, end by
+// heartbeat calls the hook: this loop is not stuck. Statements, and waits for brokers, end by
 // themselves; a call of a sink may not.
-func (r *Relay) turn() {
+func (r *Relay) heartbeat() {
 	if r.cfg.Hooks.Heartbeat != nil && r.overdue.Load() == 0 && r.hung.Load() == 0 {
 		r.cfg.Hooks.Heartbeat()
 	}

@@ -24,7 +24,7 @@ func (p *publisher) progressed() {
 	p.pulse.mu.Lock()
 	p.pulse.last = time.Now()
 	p.pulse.mu.Unlock()
-	p.Relay.heartbeat()
+	p.heartbeat()
 }
 
 // expect begins a wait of at most d. The caller calls ended when the wait is over, which is a sign

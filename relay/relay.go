@@ -102,7 +102,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 // the database, of the brokers and of leases: it logs, waits and continues. When ctx ends, Run
 // stops reading, waits at most DrainMax for unacknowledged records, stores progress, releases its
 // leases and returns nil. It returns an error at once for what waiting cannot fix: a schema that
-// does not fit, a standby, a primary from before a failover.
+// does not fit, a standby, a primary from before a failover, a panic of Config.Topic.
 func (r *Relay) Run(ctx context.Context) error {
 	for trouble := 1; ctx.Err() == nil; trouble++ {
 		r.heartbeat()

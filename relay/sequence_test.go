@@ -111,7 +111,7 @@ var wentBack = map[string]string{
 }
 
 // repaired repairs the sequences as an operator does, once a relay refused to publish.
-func repaired(t *testing.T, owner *pgxpool.Pool, refuses *relay.Relay) relay.Repaired {
+func repaired(t *testing.T, owner *pgxpool.Pool, refuses *relay.Relay) {
 	t.Helper()
 	if refuses != nil {
 		_, err := refuses.Drain(t.Context())
@@ -120,7 +120,6 @@ func repaired(t *testing.T, owner *pgxpool.Pool, refuses *relay.Relay) relay.Rep
 	done, err := relay.Repair(t.Context(), owner, relay.RepairOptions{Who: "ana", Why: "test"})
 	require.NoError(t, err)
 	require.True(t, done.Repaired)
-	return done
 }
 
 // Property: rows that commit after the sequence went back are published after a repair, each of
@@ -441,7 +440,7 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 				want = append(want, after...)
 				// There is nothing to repair where progress was not stored yet, or only in Kafka.
 				testwait.True(t, "all rows are there", func() bool {
-					_, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+					_, err := relay.Repair(t.Context(), owner, relay.RepairOptions{Who: "ana", Why: "test"})
 					require.NoError(t, err)
 					return len(firsts(t, topic)) >= len(want)
 				})

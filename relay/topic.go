@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"runtime/debug"
 
-	"github.com/google/uuid"
-
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -48,7 +46,7 @@ func (p *publisher) chosen(ctx context.Context, r *row) (to destination, err err
 	defer func() {
 		if cause := recover(); cause != nil {
 			p.cfg.Logger.ErrorContext(ctx, "Config.Topic panicked", "relay", p.cfg.Name, "seq", r.seq, "id", r.id, "panic", cause, "stack", string(debug.Stack()))
-			err = fmt.Errorf("%w on the row with seq %d, id %s, topic %q: %v", errTopicPanicked, r.seq, uuid.UUID(r.id), r.topic, cause)
+			err = fmt.Errorf("%w on the row with seq %d, id %s, topic %q: %v", errTopicPanicked, r.seq, r.id, r.topic, cause)
 		}
 	}()
 	topic, ok := p.cfg.Topic(Message{ID: r.id, Topic: r.topic, Key: r.key, Payload: r.payload, Headers: headers})

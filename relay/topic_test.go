@@ -44,8 +44,13 @@ func TestRowsGoWhereTopicSendsThem(t *testing.T) {
 			},
 		}
 		for _, row := range [][3]string{
-			{"orders", "k", `{}`}, {"orders", "k", `{"tier": "gold"}`}, {"noise", "k", `{}`}, {"orders", "k", `{"tier": "tin"}`},
-			{"noise", "k", `{}`}, {"orders", "bad", `{}`}, {"orders", "l", `{"tier": {}}`},
+			{"orders", "k", `{}`},
+			{"orders", "k", `{"tier": "gold"}`},
+			{"noise", "k", `{}`},
+			{"orders", "k", `{"tier": "tin"}`},
+			{"noise", "k", `{}`},
+			{"orders", "bad", `{}`},
+			{"orders", "l", `{"tier": {}}`},
 		} {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, convert_to($2, 'UTF8'), convert_to($3, 'UTF8'), $3::jsonb)`, row[0], row[1], row[2])
 		}

@@ -161,6 +161,10 @@ func (u *logicalCopy) cutOver(t *testing.T, forgotten bool) {
 	u.writers.run(ctx, t, u.to)
 	u.insert(t, u.to, "after")
 	r := start(t, u.child)
+	if forgotten {
+		_, err := relay.Repair(ctx, u.to, relay.RepairOptions{Who: "ana", Why: "sequences were not copied"})
+		require.NoError(t, err)
+	}
 	u.writers.seed = 9
 	u.writers.run(ctx, t, u.to)
 	requireKept(t, u.to, u.writers.topic)

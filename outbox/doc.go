@@ -38,7 +38,7 @@
 //	...
 //	cancelled, err := outbox.Cancel(ctx, tx, reminder) // false: it is published, or about to be
 //
-// AlsoTo names further topics that get a message under the same ID.
+// To send a message to several topics, publish it to each under the same ID.
 //
 // # Later duplicates
 //

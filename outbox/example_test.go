@@ -86,7 +86,6 @@ func ExampleCancel() {
 		return outbox.Publish(ctx, tx, outbox.Message{
 			ID:        reminder,
 			Topic:     "reminders",
-			AlsoTo:    []string{"audit"},
 			Key:       []byte(orderID),
 			DeliverAt: time.Now().AddDate(0, 0, 3),
 		})

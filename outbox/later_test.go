@@ -3,7 +3,6 @@ package outbox_test
 import (
 	"context"
 	"errors"
-	"strings"
 	"testing"
 	"time"
 
@@ -95,67 +94,18 @@ func TestMessagesForLaterWait(t *testing.T) {
 	}
 }
 
-// All topics of a message get it once, under one ID, whether caller or database creates the ID, now
-// or later; later messages of the call come after it.
-func TestFanOut(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	own := uuid.New()
-	at := dbNow(t).Add(time.Hour)
-	publishAlone(
-		t, pool,
-		outbox.Message{Topic: "a", AlsoTo: []string{"c", "b"}, Key: []byte("k"), Payload: []byte("1")},
-		outbox.Message{ID: own, Topic: "a", AlsoTo: []string{"b"}, Payload: []byte("2")},
-		outbox.Message{Topic: "a", Payload: []byte("3")},
-		outbox.Message{Topic: "a", AlsoTo: []string{"b"}, Payload: []byte("4"), DeliverAt: at},
-		outbox.Message{Topic: "a", Payload: []byte("5"), DeliverAt: at},
-	)
-	var order []string
-	ids := map[string]map[uuid.UUID]bool{}
-	note := func(id uuid.UUID, topic string, payload []byte) {
-		order = append(order, topic+string(payload))
-		if ids[string(payload)] == nil {
-			ids[string(payload)] = map[uuid.UUID]bool{}
-		}
-		ids[string(payload)][id] = true
-	}
-	for _, r := range rows(t, pool) {
-		note(r.ID, r.Topic, r.Payload)
-	}
-	require.Equal(t, []string{"a1", "c1", "b1", "a2", "b2", "a3"}, order)
-	order = nil
-	for _, r := range scheduled(t, pool) {
-		note(r.ID, r.Topic, r.Payload)
-	}
-	require.ElementsMatch(t, []string{"a4", "b4", "a5"}, order)
-	all := map[uuid.UUID]bool{}
-	for payload, found := range ids {
-		require.Len(t, found, 1, "message %s has one ID", payload)
-		for id := range found {
-			all[id] = true
-		}
-	}
-	require.Len(t, all, 5)
-	require.True(t, ids["2"][own])
-}
-
-// Times and topics that can only be mistakes are refused, all at once.
-func TestMistakenTimesAndTopicsAreRefused(t *testing.T) {
+// Times that can only be mistakes are refused.
+func TestMistakenTimesAreRefused(t *testing.T) {
 	t.Parallel()
 	err := outbox.NewBuffer().Add(
 		t.Context(),
-		outbox.Message{Topic: "a", DeliverAt: time.Unix(dbNow(t).UnixMilli(), 0), AlsoTo: []string{"no topic", "b", "b", "a"}},
-		outbox.Message{Topic: "a", AlsoTo: strings.Split(strings.Repeat("b,", 101), ",")[:101]},
-		outbox.Message{Topic: "a", DeliverAt: time.Now().AddDate(10, 0, -1), AlsoTo: []string{"b"}},
+		outbox.Message{Topic: "a", DeliverAt: time.Unix(dbNow(t).UnixMilli(), 0)},
+		outbox.Message{Topic: "a", DeliverAt: time.Now().AddDate(10, 0, -1)},
 	)
 	require.ErrorIs(t, err, outbox.ErrInvalid)
-	for _, want := range []string{
-		"message 0: DeliverAt is in the year 5", "want at most 10 years ahead", `message 0: AlsoTo: topic "no topic": Kafka takes`,
-		`AlsoTo: topic "b" is listed twice`, `AlsoTo: topic "a" is listed twice`, "message 1: AlsoTo has 101 topics: want at most 100",
-	} {
-		require.ErrorContains(t, err, want)
-	}
-	assert.NotContains(t, err.Error(), "message 2")
+	require.ErrorContains(t, err, "message 0: DeliverAt is in the year 5")
+	require.ErrorContains(t, err, "want at most 10 years ahead")
+	assert.NotContains(t, err.Error(), "message 1")
 }
 
 // Cancel removes a message, from all its topics, if and when its transaction commits, and reports
@@ -177,18 +127,21 @@ func TestCancel(t *testing.T) {
 		}
 		return found
 	}
-	message := outbox.Message{ID: id, Topic: "a", AlsoTo: []string{"b"}, Payload: []byte("1"), DeliverAt: at}
+	message := outbox.Message{ID: id, Topic: "a", Payload: []byte("1"), DeliverAt: at}
+	again := func(payload string) outbox.Message {
+		return outbox.Message{ID: id, Topic: "b", Payload: []byte(payload), DeliverAt: at}
+	}
 	assert.False(t, cancel(true))
-	publishAlone(t, pool, message, outbox.Message{Topic: "a", DeliverAt: at})
+	publishAlone(t, pool, message, again("1"), outbox.Message{Topic: "a", DeliverAt: at})
 	message.Payload = []byte("2")
-	publishAlone(t, pool, message)
+	publishAlone(t, pool, message, again("2"))
 	assert.True(t, cancel(false))
 	require.Len(t, scheduled(t, pool), 3)
 	assert.Equal(t, 2, payloads(t, pool, "1"), "it is as it was")
 	assert.True(t, cancel(true))
 	assert.False(t, cancel(true))
 	require.Len(t, scheduled(t, pool), 1)
-	publishAlone(t, pool, message)
+	publishAlone(t, pool, message, again("2"))
 	assert.Equal(t, 2, payloads(t, pool, "2"))
 }
 
@@ -224,13 +177,13 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 	o := newOutbox(t, outbox.Config{Schema: "money"})
 	id := uuid.New()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", AlsoTo: []string{"b"}, DeliverAt: dbNow(t).Add(time.Hour)}, outbox.Message{Topic: "a", AlsoTo: []string{"b"}})
+		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", DeliverAt: dbNow(t).Add(time.Hour)}, outbox.Message{Topic: "a"})
 	}))
 	var now, waiting int
 	count := `SELECT (SELECT count(*) FROM money.outbox WHERE topic IN ('a', 'b')), (SELECT count(*) FROM money.outbox_scheduled WHERE due_at > now())`
 	require.NoError(t, pool.QueryRow(t.Context(), count).Scan(&now, &waiting))
-	assert.Equal(t, 2, now)
-	assert.Equal(t, 2, waiting)
+	assert.Equal(t, 1, now)
+	assert.Equal(t, 1, waiting)
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
 		found, err := o.Cancel(t.Context(), tx, id)
 		assert.True(t, found)

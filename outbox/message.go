@@ -43,7 +43,7 @@ type Message struct {
 	// Partition of the topic, from 0 on, for receivers that read a fixed partition. Nil: the
 	// relay's partitioner decides, by Key. The order of a key holds within a partition, so set the
 	// same partition for all messages of a key. A number that the topic does not have makes the row
-	// dead (bad_partition) and holds its key. It also applies to AlsoTo.
+	// dead (bad_partition) and holds its key.
 	Partition *int32
 	// Headers in order. The same name may occur several times; the order among these is kept, the
 	// order across names is not (they are stored as a JSON object).
@@ -60,11 +60,6 @@ type Message struct {
 	// if you choose the ID, use one without a time (uuid.New()) or one with the time of DeliverAt.
 	// In handlers of package consumer the derived ID of a message for later carries no time.
 	DeliverAt time.Time
-	// AlsoTo lists further topics that get the same message under the same ID, each once: one row
-	// of the outbox for each. At most 100, without repetition. A consumer claims IDs for each topic
-	// unless its Config.Name says otherwise: if one Name covers several of these topics, it handles
-	// the message once.
-	AlsoTo []string
 }
 
 // Header is one record header. A nil value is Kafka's null.
@@ -111,10 +106,10 @@ func (m *Message) validate(index, recordBytesMax int) error {
 		problems = append(problems, fmt.Errorf("%w: message %d: %w", ErrInvalid, index, fmt.Errorf(format, args...)))
 	}
 	if !validTopic(m.Topic) {
-		report("topic %.260q: %w", m.Topic, errTopic)
+		report("topic %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens", m.Topic)
 	}
-	for _, problem := range m.checkLater() {
-		report("%w", problem)
+	if latest := time.Now().AddDate(deliverAtYearsMax, 0, 0); m.DeliverAt.After(latest) {
+		report("DeliverAt is in the year %d: want at most %d years ahead", m.DeliverAt.Year(), deliverAtYearsMax)
 	}
 	if m.Partition != nil && *m.Partition < 0 {
 		report("Partition %d: want 0 or more, or nil", *m.Partition)

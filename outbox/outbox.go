@@ -32,7 +32,7 @@ type Config struct {
 
 // Outbox publishes into one schema. It holds no connection and is safe for concurrent use.
 type Outbox struct {
-	schema, insert, insertOne, fanOut, schedule, cancel, backlog string
+	schema, insert, schedule, cancel, backlog string
 
 	recordBytesMax int
 	inject         func(ctx context.Context, headers map[string]string)
@@ -54,7 +54,7 @@ func New(cfg Config) (*Outbox, error) {
 func newOutbox(schema string, recordBytesMax int, inject func(ctx context.Context, headers map[string]string)) *Outbox {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return &Outbox{
-		schema: schema, insert: in(insertSQL), insertOne: in(insertOneSQL), fanOut: in(fanOutSQL), schedule: in(scheduleSQL), cancel: in(cancelSQL), backlog: in(backlogSQL),
+		schema: schema, insert: in(insertSQL), schedule: in(scheduleSQL), cancel: in(cancelSQL), backlog: in(backlogSQL),
 		recordBytesMax: recordBytesMax, inject: inject,
 	}
 }
@@ -187,17 +187,4 @@ func arrays(msgs []Message) ([]any, error) {
 		topics[i], keys[i], payloads[i], headers[i] = m.Topic, m.Key, m.Payload, string(encoded)
 	}
 	return []any{ids, topics, keys, payloads, headers}, nil
-}
-
-// single returns the columns of one message as the parameters of insertOneSQL.
-func single(msgs []Message) ([]any, error) {
-	headers, err := EncodeHeaders(msgs[0].storedHeaders())
-	if err != nil {
-		return nil, fmt.Errorf("encode headers of message 0: %w", err)
-	}
-	var id *[16]byte
-	if msgs[0].ID != uuid.Nil {
-		id = (*[16]byte)(&msgs[0].ID)
-	}
-	return []any{id, msgs[0].Topic, msgs[0].Key, msgs[0].Payload, string(headers)}, nil
 }

@@ -12,38 +12,17 @@ FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[])
   WITH ORDINALITY AS m (id, topic, key, payload, headers, place)
 ORDER BY m.place`
 
-// insertOneSQL takes one message: the arrays cost the server 16 of 108 µs.
-const insertOneSQL = `-- outbox.publish
-INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
-VALUES (coalesce($1::uuid, effectonce.uuid_v7()), $2::text, $3::bytea, $4::bytea, $5::jsonb)`
-
-// fanOutSQL takes messages that go to several topics. Each body is sent once; $5 gives the number
-// of the message to which each topic of $6 belongs. m must be materialized so that each message
-// gets only one new ID.
-const fanOutSQL = `-- outbox.publish_fan_out
-WITH m AS MATERIALIZED (
-  SELECT coalesce(m.id, effectonce.uuid_v7()) AS id, m.key, m.payload, m.headers, m.place
-  FROM unnest($1::uuid[], $2::bytea[], $3::bytea[], $4::jsonb[]) WITH ORDINALITY AS m (id, key, payload, headers, place)
-)
-INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
-SELECT m.id, t.topic, m.key, m.payload, m.headers
-FROM unnest($5::int[], $6::text[]) WITH ORDINALITY AS t (message, topic, place) JOIN m ON m.place = t.message
-ORDER BY t.place`
-
 // scheduleSQL takes messages for later. An ID that the database creates has the time at which the
 // message is due, because consumers park a message as expired if its ID is older than their window.
 // A message that already waits under the ID is unchanged, so a caller that does not know whether
 // its transaction committed may retry.
 const scheduleSQL = `-- outbox.schedule
-WITH m AS MATERIALIZED (
-  SELECT coalesce(m.id, (left(effectonce.uuid_floor(greatest(m.due_at, clock_timestamp()))::text, 13) || right(effectonce.uuid_v7()::text, 23))::uuid) AS id,
-    m.key, m.payload, m.headers, m.due_at, m.place
-  FROM unnest($1::uuid[], $2::bytea[], $3::bytea[], $4::jsonb[], $7::timestamptz[]) WITH ORDINALITY AS m (id, key, payload, headers, due_at, place)
-)
 INSERT INTO effectonce.outbox_scheduled (due_at, id, topic, key, payload, headers)
-SELECT m.due_at, m.id, t.topic, m.key, m.payload, m.headers
-FROM unnest($5::int[], $6::text[]) WITH ORDINALITY AS t (message, topic, place) JOIN m ON m.place = t.message
-ORDER BY t.place
+SELECT m.due_at, coalesce(m.id, (left(effectonce.uuid_floor(greatest(m.due_at, clock_timestamp()))::text, 13) || right(effectonce.uuid_v7()::text, 23))::uuid),
+  m.topic, m.key, m.payload, m.headers
+FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[], $6::timestamptz[])
+  WITH ORDINALITY AS m (id, topic, key, payload, headers, due_at, place)
+ORDER BY m.place
 ON CONFLICT DO NOTHING`
 
 // cancelSQL and the relay's move are decided by row locks. The move takes all rows of an ID that

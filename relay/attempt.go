@@ -27,7 +27,7 @@ type attempt struct {
 	// dead rows, which progress has passed.
 	from, end cursor
 	released  bool   // the rows are from outbox_dead
-	dropped   []*row // rows that a rule of Config.Routes drops
+	dropped   []*row // rows that Config.Topic does not publish
 
 	// behind are the keys that a dead row holds, with the seq of their first such row in the page, or
 	// ofEarlierPage.
@@ -41,8 +41,9 @@ type target interface {
 	// them once they are acknowledged, and never past a dead row before that row is in outbox_dead.
 	// ctx ends when the relay must stop; work ends only when the work on the shard has failed.
 	publish(work, ctx context.Context, a *attempt) error
-	// paged is called after each page, and often while there is none.
-	paged(work, ctx context.Context, full bool) error
+	// afterPage is called after every read, including empty ones; it commits a transaction that is old
+	// enough.
+	afterPage(work, ctx context.Context, full bool) error
 	// store is called every ProgressEvery, from a goroutine of its own. It writes progress to the
 	// database.
 	store(ctx context.Context) error
@@ -148,7 +149,11 @@ func (p *publisher) tryReleased(ctx context.Context, page *page) (*attempt, erro
 
 // separate separates rows that can be produced from those that cannot.
 func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error {
-	if err := p.learnTopics(ctx, rows); err != nil {
+	to, err := p.destinations(ctx, rows)
+	if err != nil {
+		return err
+	}
+	if err := p.learnTopics(ctx, to); err != nil {
 		return err
 	}
 	a.rows, a.records = make([]*row, 0, len(rows)), make([]*kgo.Record, 0, len(rows))
@@ -159,7 +164,7 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 			a.give(r, ReasonBehind, errBehind)
 			continue
 		}
-		made, reason, err := p.record(ctx, maker, r, a.released)
+		made, reason, err := p.record(ctx, maker, r, to[i])
 		if err != nil {
 			a.give(r, reason, err)
 			continue
@@ -173,12 +178,9 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 	return p.topics.stale()
 }
 
-// record builds the record of a row, or returns why Kafka would refuse it. If it returns neither, a
-// rule drops the row.
-func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, released bool) (*kgo.Record, Reason, error) {
-	if r.leftOut > 0 {
-		return nil, ReasonTooLarge, fmt.Errorf("the payload has %d bytes, and the relay reads none above %d: store the body elsewhere and publish a reference, and discard the row", r.leftOut, payloadBytesMax)
-	}
+// record builds the record of a row, or returns why Kafka would refuse it. It returns neither if the
+// row is not published.
+func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to destination) (*kgo.Record, Reason, error) {
 	headers, err := outbox.DecodeHeaders(r.headers)
 	if err != nil {
 		return nil, ReasonBadHeaders, err
@@ -189,10 +191,15 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, rel
 	if p.lease.obeys.set.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused
 	}
-	topic, drop := p.routes.of(r.topic, headers)
-	if drop {
-		p.dropped(ctx, r.topic)
+	if to.none {
+		if p.cfg.Hooks.Dropped != nil {
+			p.cfg.Hooks.Dropped(r.topic)
+		}
 		return nil, "", nil
+	}
+	topic := to.topic
+	if p.cfg.Topic != nil && !topicName.MatchString(topic) {
+		return nil, ReasonRefused, fmt.Errorf("Config.Topic returned %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens: fix Config.Topic and retry the row, or discard it", topic)
 	}
 	headers, partition, err := record.TakePartition(headers)
 	if err != nil {
@@ -211,9 +218,6 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, rel
 			return nil, ReasonBadPartition, err
 		}
 	}
-	if err := p.aboveRate(r.topic, released); err != nil {
-		return nil, ReasonPaused, err
-	}
 	made := record.Make(maker, record.Row{ID: r.id, Topic: topic, Key: r.key, Payload: r.payload, CreatedAt: r.created}, headers)
 	if partition != nil {
 		record.SetPartition(made, *partition)
@@ -221,19 +225,17 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, rel
 	return made, "", nil
 }
 
-func (p *publisher) learnTopics(ctx context.Context, rows []row) error {
+func (p *publisher) learnTopics(ctx context.Context, to []destination) error {
 	var names []string
 	asked := map[string]bool{}
-	for i := range rows {
-		name := rows[i].topic
-		if asked[name] {
+	for i := range to {
+		name := to[i].topic
+		if asked[name] || to[i].none || p.cfg.Topic != nil && !topicName.MatchString(name) {
 			continue
 		}
 		asked[name] = true
-		for _, name := range p.routes.names(name) {
-			if _, fresh := p.topics.get(name); !fresh {
-				names = append(names, name)
-			}
+		if _, fresh := p.topics.get(name); !fresh {
+			names = append(names, name)
 		}
 	}
 	if len(names) == 0 {

@@ -44,22 +44,18 @@ type Config struct {
 	// so all replicas should agree. Rows whose topic is missing, paused or not allowed still wait
 	// in their order. Default: a dead row holds its key.
 	SkipDead bool
-	// Routes publish rows to topics with other names, and drop some rows. Default: each row goes to
-	// the topic that it names.
-	Routes Routes
-	// Rates bound how many rows of a topic are published per second, by the topic's name in the
-	// outbox. Rows above the rate wait in outbox_dead with ReasonPaused, in their order, and do not
-	// delay other topics. Each shard has its part of the rate. The rate holds over a few seconds,
-	// not within each second. Above 0 to 1,000,000. Default: no bounds.
-	Rates map[string]float64
-	// DurableHorizon makes publishing wait until standbys have flushed what is published, so that
-	// no event outlives a failover that loses its commit. Values: "any" (one of the connected
-	// standbys), "a,b" (one of these by application_name), "2 of any", "2 of a,b,c". Only streaming
-	// standbys count, not backups and not subscribers of logical replication. While too few are
-	// connected, the relay publishes nothing and logs that. The role must be a member of
-	// pg_read_all_stats. Each page costs one more statement and the standby's flush. At most 10,000
-	// bytes; default: publishing waits for no standby.
-	DurableHorizon string
+	// TopicPrefix goes before the name of each topic in Kafka. At most 200 letters, digits, dots,
+	// underscores and hyphens. Default: none.
+	TopicPrefix string
+	// Topic chooses the topic in Kafka of a row (or, with a Sink, the topic of its Message), without
+	// the prefix; ok false: the row is not published and counts as published. The row's Headers are
+	// those of its column, and its values are valid only until Topic returns. Topic may run several
+	// times for a row, and at the same time for several shards; the same row must give the same
+	// topic in all replicas. After a crash the last rows are published again as Topic decides then.
+	// A panic ends Run with an error that names the row, and the row is published once that is
+	// fixed. Operators, metrics and hooks use the row's own topic, and the order of a key is kept
+	// among rows of one topic in the outbox. Default: the topic that the row names.
+	Topic func(row Message) (topic string, ok bool)
 	// Sink takes the rows instead of Kafka. It cannot be combined with ExactlyOnce. Default: Kafka.
 	Sink Sink
 	// Lease is how long the other replicas wait before they take over from a replica that died. 1 s
@@ -126,8 +122,8 @@ type Hooks struct {
 	// slot of the outbox. It is called at each attempt with how long that has lasted; 0 means that
 	// the wait is over. Only the replica with shard 0 calls it.
 	TruncateWaits func(slot int16, waiting time.Duration)
-	// Dropped is called for a row that a rule of Config.Routes drops, with its topic in the outbox.
-	// After a crash it is called again for the last ones.
+	// Dropped is called for a row that Config.Topic does not publish, with its topic in the outbox.
+	// It may be called several times for a row.
 	Dropped func(topic string)
 	// Away is called with the reason when this replica finds that Kafka, or the receiver of its
 	// Sink, does not take rows, and with nil when it takes rows again. The replica keeps its
@@ -141,7 +137,10 @@ type Hooks struct {
 	Dead func(topic string, reason Reason)
 }
 
-var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+var (
+	topicName   = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+	topicPrefix = regexp.MustCompile(`^[a-zA-Z0-9._-]{0,200}$`)
+)
 
 // withDefaults fills in zero values and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
@@ -179,9 +178,6 @@ func (c Config) withDefaults() (Config, error) {
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
 	}
-	if _, err := parseHorizon(c.DurableHorizon); err != nil || len(c.DurableHorizon) > 10_000 {
-		problems = append(problems, cmp.Or(err, errors.New("DurableHorizon: want at most 10000 bytes")))
-	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))
 	}
@@ -197,7 +193,9 @@ func (c Config) withDefaults() (Config, error) {
 	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {
 		problems = append(problems, fmt.Errorf("InFlightBytesMax %d: want %d to %d", c.InFlightBytesMax, 64<<10, 4<<30))
 	}
-	problems = append(problems, c.Routes.Validate(), validateRates(c.Rates))
+	if !topicPrefix.MatchString(c.TopicPrefix) {
+		problems = append(problems, fmt.Errorf("TopicPrefix %.260q: want at most 200 letters, digits, dots, underscores and hyphens", c.TopicPrefix))
+	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

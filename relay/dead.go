@@ -156,8 +156,7 @@ func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 		var seq *int64 // null: nothing of the key may leave
 		var id pgtype.UUID
 		var created *time.Time
-		var leftOut *int
-		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created, &leftOut); err != nil {
+		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created); err != nil {
 			return err
 		}
 		if key := now.kind != last.kind || now.at != last.at; key {
@@ -176,9 +175,6 @@ func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 				return errNoOrder
 			}
 			now.seq, r.id, r.created = r.seq, id.Bytes, *created
-			if leftOut != nil {
-				r.leftOut = *leftOut
-			}
 			p.rows, p.bytes = append(p.rows, r), p.bytes+r.bytes()
 		}
 		last = now
@@ -276,15 +272,11 @@ func (p *publisher) moveToDead(ctx context.Context, dead []deadRow, end cursor) 
 
 // storeDead stores progress together with the dead rows up to there, all or nothing. A row in
 // outbox_dead must be behind the cursor; otherwise it would also be read from the outbox. A holder
-// that lost its shard adds no dead rows, because of the chain.
+// that lost its shard adds no dead rows, because of the chain. The worker's goroutine calls this,
+// which also notes what a poll saw: that is before this transaction has an id, as seqSafe needs.
 func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, rows int64, journal *int64) error {
 	var done advanced
 	err := p.transact(ctx, func(tx pgx.Tx) (err error) {
-		// The chain fences holders of this release. A holder of the previous release only changed
-		// the epoch.
-		if tag, err := tx.Exec(ctx, p.sql.lockLease, p.cfg.Name, p.lease.shard, p.lease.epoch); err != nil || tag.RowsAffected() == 0 {
-			return cmp.Or(err, errLeaseLost)
-		}
 		if _, err := tx.Exec(ctx, p.sql.deadSettings, p.lease.cluster.run); err != nil {
 			return err
 		}

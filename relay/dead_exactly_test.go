@@ -174,23 +174,18 @@ func TestDeadRowsOutliveACrash(t *testing.T) {
 // published them. Rows O12, O13 of guarantees.md.
 func TestFencedHolderBuriesNothing(t *testing.T) {
 	t.Parallel()
-	for release, taken := range map[string]string{"this": takenSQL, "previous": takenBeforeSQL} {
-		t.Run("taken by the "+release+" release", func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				must(t, pool, mixedSQL)
-				r, err := relay.New(traced(t, pool, &between{"-- relay.lock_lease", meddle(t, pool, taken)}),
-					[]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly})
-				require.NoError(t, err)
-				_, err = r.Drain(t.Context())
-				require.ErrorContains(t, err, "lease lost")
-				require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
-				require.Zero(t, dead(t, pool))
-			})
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		must(t, pool, mixedSQL)
+		r, err := relay.New(traced(t, pool, &between{"-- relay.move_to_dead", meddle(t, pool, takenSQL)}),
+			[]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly})
+		require.NoError(t, err)
+		_, err = r.Drain(t.Context())
+		require.ErrorContains(t, err, "lease lost")
+		require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
+		require.Zero(t, dead(t, pool))
+	})
 }
 
 // Property: an error that says nothing about a record makes nothing dead: the relay waits, says

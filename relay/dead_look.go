@@ -2,7 +2,6 @@ package relay
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -228,26 +227,24 @@ func (l *deadLook) lookForReady(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	var missing, rated []string
+	var missing []string
 	for _, w := range waits {
 		switch {
 		case l.isPaused(w.topic):
-		case w.reason == ReasonPaused && l.cfg.Rates[w.topic] > 0:
-			rated = append(rated, w.topic)
 		case w.reason == ReasonPaused:
 			l.isReady(w)
 		case !slices.Contains(missing, w.topic):
 			missing = append(missing, w.topic)
 		}
 	}
-	return errors.Join(l.retryRated(ctx, rated), l.lookForMissing(ctx, missing, waits))
+	return l.lookForMissing(ctx, missing, waits)
 }
 
 // lookForMissing queries Kafka for topics that rows wait for.
 func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits []ready) error {
 	var names []string
 	for _, topic := range missing {
-		names = append(names, l.routes.names(topic)...)
+		names = append(names, l.waitingFor(topic)...)
 	}
 	if len(names) > 0 {
 		if err := l.learn(ctx, names); err != nil {
@@ -255,7 +252,7 @@ func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits [
 		}
 	}
 	for _, topic := range missing {
-		if !l.topics.released(topic, l.routes.names(topic)) {
+		if !l.topics.released(topic, l.waitingFor(topic), l.cfg.Topic != nil) {
 			continue
 		}
 		for _, w := range waits {
@@ -283,33 +280,6 @@ func (l *deadLook) handBack(ctx context.Context, r *ready) (rows int, err error)
 		return result.Scan(&rows, &r.after)
 	}, l.sql.retryTopic, l.cfg.Name, r.topic, r.reason, r.after, handBackMax, l.lease.shards, l.lease.shard)
 	return rows, err
-}
-
-// retryRated hands back as many rows as the rates of their topics allow, at each poll.
-func (l *deadLook) retryRated(ctx context.Context, topics []string) error {
-	l.noneWait(topics)
-	for _, topic := range topics {
-		l.rest = deadEvery
-		rows, limited := l.allowance(topic)
-		if !limited || rows == 0 {
-			continue
-		}
-		handed := 0
-		err := l.ask(ctx, func(result pgx.Rows) (err error) {
-			handed, err = pgx.CollectExactlyOneRow(result, pgx.RowTo[int])
-			return err
-		}, l.sql.retryRated, l.cfg.Name, topic, rows, l.lease.shards, l.lease.shard)
-		if err != nil {
-			return fmt.Errorf("topic %q: %w", topic, err)
-		}
-		if handed < rows {
-			l.noneWaits(topic)
-		}
-	}
-	if len(topics) > 0 {
-		l.due = time.Now().Add(deadEvery)
-	}
-	return nil
 }
 
 func (l *deadLook) freeSkipped(ctx context.Context) error {

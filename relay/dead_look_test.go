@@ -49,6 +49,7 @@ func TestResumedTopicIsHandedBackInBatches(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	const waiting = 2*relay.HandBackMax + 10
+	must(t, pool, `SELECT setval('effectonce.outbox_seq_seq', $1)`, waiting)
 	must(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, payload, headers, created_at, reason, error, state)
 		SELECT 'default', i, effectonce.uuid_v7(), $1, convert_to(i::text, 'UTF8'), '{}', clock_timestamp(), 'paused', '', 'held' FROM generate_series(1, $2::int) AS i`, topic, waiting)
 	var most atomic.Int64
@@ -70,6 +71,7 @@ func TestResumedTopicIsHandedBackInBatches(t *testing.T) {
 func TestRowsThatMayNotLeaveHoldNoOther(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	must(t, pool, `SELECT setval('effectonce.outbox_seq_seq', 2001)`)
 	must(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
 		SELECT 'default', i, effectonce.uuid_v7(), $1, CASE WHEN i < 2000 THEN convert_to('k' || i % 5, 'UTF8') ELSE 'l' END, convert_to(i::text, 'UTF8'), '{}', clock_timestamp(), 'refused', '',
 			CASE WHEN i <= 5 THEN 'held' ELSE 'retry' END FROM generate_series(1, 2001) AS i`, topic)

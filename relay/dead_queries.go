@@ -96,8 +96,7 @@ WITH found AS (
   FROM found GROUP BY topic, hash, CASE WHEN hash IS NULL THEN at END
   ORDER BY 1, 2
 )
-SELECT k.place::smallint, k.at, k.freed, run.seq, run.id, k.topic, run.key, CASE WHEN octet_length(run.payload) <= 100000000 THEN run.payload END, run.headers_text,
-  greatest(least(run.created_at, '9999-12-31'), '0001-01-01'), CASE WHEN octet_length(run.payload) > 100000000 THEN octet_length(run.payload) END
+SELECT k.place::smallint, k.at, k.freed, run.seq, run.id, k.topic, run.key, run.payload, run.headers_text, run.created_at
 FROM keys k LEFT JOIN LATERAL (
   (SELECT * FROM (
     SELECT d.seq, d.id, d.key, d.payload, d.headers::text AS headers_text, d.created_at,

@@ -23,11 +23,11 @@ type toTransactions struct {
 	released []int64   // dead rows that the transaction publishes
 	dead     []deadRow // dead rows that the transaction skips
 
-	at   cursor // the last committed cursor
-	rows int64  // all rows that were ever committed
-	void error  // why nothing more can be committed: the work starts over
+	at     cursor // the last committed cursor
+	rows   int64  // all rows that were ever committed
+	failed error  // set once a commit failed or its outcome is unknown; no further commit is attempted
 	// Rows that are committed and not yet copied to the database. Guarded by progress.storing, like
-	// void.
+	// failed.
 	uncopied int64
 }
 
@@ -93,12 +93,7 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	if err := t.storeAdopted(ctx, found, rows); err != nil {
 		return err
 	}
-	// checkSequences before the lease did not know the numbers that Kafka knows.
-	repaired, err := t.checkSequences(ctx, t.lease.cluster.run)
-	if err == nil && repaired {
-		err = errLeaseLost
-	}
-	return err
+	return t.checkSequences(ctx) // the check before the lease did not know the numbers that Kafka knows
 }
 
 func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows int64) error {
@@ -211,8 +206,8 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	return t.commit(work, ctx)
 }
 
-// paged ends the transaction, unless more rows can be added and time is left.
-func (t *toTransactions) paged(work, ctx context.Context, full bool) error {
+// afterPage ends the transaction, unless more rows can be added and time is left.
+func (t *toTransactions) afterPage(work, ctx context.Context, full bool) error {
 	if full && time.Since(t.begun) < t.cfg.TransactionMax {
 		return nil
 	}
@@ -253,8 +248,8 @@ func (t *toTransactions) open() error {
 func (t *toTransactions) commit(work, ctx context.Context) error {
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
-	if t.void != nil {
-		return t.void
+	if t.failed != nil {
+		return t.failed
 	}
 	if t.end.from == nil { // released rows do not move progress
 		t.end = t.at
@@ -271,16 +266,16 @@ func (t *toTransactions) commit(work, ctx context.Context) error {
 	}
 	work, cancel := context.WithDeadline(work, deadline)
 	defer cancel()
-	t.void = t.commitPrepared(work)
-	return t.void
+	t.failed = t.commitPrepared(work)
+	return t.failed
 }
 
 // makeVoid prevents any further commit.
 func (t *toTransactions) makeVoid(why error) error {
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
-	if t.void == nil {
-		t.void = why
+	if t.failed == nil {
+		t.failed = why
 	}
 	return why
 }
@@ -369,7 +364,7 @@ func (t *toTransactions) store(ctx context.Context) error {
 	defer t.progress.storing.Unlock()
 	ctx, cancel := t.storing(ctx)
 	defer cancel()
-	if t.void != nil {
+	if t.failed != nil {
 		return nil // the error that ended the work is reported where it occurred
 	}
 	return t.copy(ctx)

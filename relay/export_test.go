@@ -147,42 +147,9 @@ func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int6
 	return found.Published, nil
 }
 
-// AtHorizon reports whether what is committed may be published: see Config.DurableHorizon.
-func (r *Relay) AtHorizon(ctx context.Context) (bool, error) {
-	l, err := r.acquire(ctx, 0)
-	if err != nil {
-		return false, err
-	}
-	defer r.giveBack(ctx, l)
-	found, err := r.lookAtHorizon(ctx, l, nil)
-	if err != nil {
-		return false, err
-	}
-	return found.flushed >= r.horizon.count, nil
-}
-
-// AwaitHorizon waits for what is committed when between returns.
-func (r *Relay) AwaitHorizon(ctx context.Context, between func()) error {
-	l, err := r.acquire(ctx, 0)
-	if err != nil {
-		return err
-	}
-	defer r.giveBack(context.WithoutCancel(ctx), l)
-	between()
-	return newPublisher(r, l).awaitHorizon(ctx, func(context.Context) error { return nil })
-}
-
-// Course is the course of a worker, as the member of a relay and the worker see it.
-type Course struct{ course }
-
-// Rest is what the member asks; it reports whether the worker has confirmed.
-func (c *Course) Rest() bool { return c.rest() }
-
-// GoOn is what the member says when it has asked in vain.
-func (c *Course) GoOn() { c.goOn() }
-
-// MayRead is what the worker asks when no read is under way.
-func (c *Course) MayRead(between bool) bool {
-	ok, _ := c.reading(between)
-	return ok
+// TickWithin reports whether what is visible in a snapshot is visible in another one.
+func TickWithin(snapshot string, seqLast int64, other string, otherSeqLast int64) bool {
+	a, err := newTick(snapshot, seqLast)
+	b, otherErr := newTick(other, otherSeqLast)
+	return err == nil && otherErr == nil && a.within(b)
 }

@@ -2,8 +2,6 @@ package relay_test
 
 import (
 	"context"
-	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -143,9 +141,6 @@ INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, 
 SELECT t.relay, t.shard, w.advance + 1, t.epoch, w.advanced_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
 FROM taken t JOIN effectonce.outbox_progress_now w USING (relay, shard)`
 
-// takenBeforeSQL is what a replica of the previous release does, which knows no chain.
-const takenBeforeSQL = `UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour'`
-
 // Property: a replica whose shard another one took, which it can learn only from the epoch, gives
 // up long before its own lease would have ended, leaves the other's lease as it is, and counts
 // nothing as published that is not stored. Row O13 of guarantees.md.
@@ -271,32 +266,6 @@ func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
 	testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	tracer.cut.Store(true)
 	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
-}
-
-// Property: the tick at which the number of shards changes is taken when no shard reads a page:
-// none is behind it, and nothing is published again by the new shards.
-func TestShardsChangeWhenNothingIsRead(t *testing.T) {
-	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	tracer := newStalled(nil)
-	running(t, traced(t, pool, tracer), relay.Config{Lease: 30 * time.Second})
-	insert(t, pool, topic, "k", "0")
-	testwait.True(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
-	tracer.fetch.Store(true)
-	<-tracer.waits
-	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
-	require.NoError(t, err)
-	beats := tracer.beats.Load()
-	testwait.True(t, "the relay wants to change it", func() bool { return tracer.beats.Load() > beats+10 })
-	for i := range 10 {
-		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i+1))
-	}
-	close(tracer.release)
-	testwait.True(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 2 })
-	insert(t, pool, topic, "k", "last")
-	testwait.True(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
-	testwait.True(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
-	require.Equal(t, 12, kafkatest.Count(t, topic), "nothing twice")
 }
 
 // Property: a shard whose row of progress is deleted begins anew. A holder that does not know yet

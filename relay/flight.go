@@ -167,12 +167,12 @@ func (f *flight) unacknowledged() time.Duration {
 	return time.Since(f.since)
 }
 
-// turnEvery is how often a wait for acknowledgements gives a sign of life.
-const turnEvery = time.Second
+// signOfLifeEvery is how often a wait for acknowledgements gives a sign of life.
+const signOfLifeEvery = time.Second
 
-// wait waits for an acknowledgement. While none comes, the member reports that: see member.look.
+// wait waits for an acknowledgement. While none comes, the member reports that: see inspectWorkers.
 func (f *flight) wait(ctx context.Context, changed <-chan struct{}) error {
-	timer := time.NewTicker(turnEvery)
+	timer := time.NewTicker(signOfLifeEvery)
 	defer timer.Stop()
 	for {
 		f.waits()

@@ -118,7 +118,7 @@ func (j *journal) record(l *lease, end cursor, published int64, t *toTransaction
 		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
 		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.released,
 	}
-	e.step(t.dead)
+	e.setDead(t.dead)
 	if end.to != nil {
 		e.To = &storedTick{end.to.id, end.to.snapshot, end.to.seqLast}
 	}
@@ -129,8 +129,9 @@ func (j *journal) record(l *lease, end cursor, published int64, t *toTransaction
 	return &kgo.Record{Topic: j.topic, Key: []byte(j.id), Value: value}, nil
 }
 
-// step notes dead rows, which are in the order of seq.
-func (e *entry) step(dead []deadRow) {
+// setDead records the rows that the transaction skips, delta-encoded per reason. dead must be sorted by
+// seq.
+func (e *entry) setDead(dead []deadRow) {
 	if len(dead) == 0 {
 		return
 	}
@@ -185,7 +186,7 @@ func (s *storedTick) tick() (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored, t.found = s.Tick, true, true
+	t.id, t.stored = s.Tick, true
 	return t, nil
 }
 
@@ -303,7 +304,7 @@ func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, erro
 	defer reader.Close()
 	var last *entry
 	for at := start; at < end; {
-		j.turn()
+		j.progressed()
 		polling, cancel := j.limited(ctx, complaintEvery, context.DeadlineExceeded)
 		fetches := reader.PollFetches(polling)
 		silent := polling.Err() != nil && ctx.Err() == nil

@@ -118,7 +118,7 @@ func (j *journalOf) takeover(shard int16, from *int64) (records, bytes int64) {
 
 // Property: what a takeover reads of the progress topic does not grow with it: after a day of
 // transactions it is what it was after seconds, although nothing was compacted. So it is where the
-// copy in the database is older (a restore) and where it says nothing (the previous release). Row
+// copy in the database is older (a restore) and where it says nothing. Row
 // O44 of guarantees.md.
 func TestTakeoverReadsTheEndOfTheProgressTopic(t *testing.T) {
 	longtest.Only(t, "400,000 records")

@@ -19,12 +19,12 @@ type pulse struct {
 	n     int
 }
 
-// turn is a sign of life.
-func (p *publisher) turn() {
+// progressed is a sign of life.
+func (p *publisher) progressed() {
 	p.pulse.mu.Lock()
 	p.pulse.last = time.Now()
 	p.pulse.mu.Unlock()
-	p.Relay.turn()
+	p.heartbeat()
 }
 
 // expect begins a wait of at most d. The caller calls ended when the wait is over, which is a sign
@@ -69,13 +69,12 @@ func (c *Config) unacknowledgedMax() time.Duration {
 	return min(max(c.Lease/2, time.Second), 10*time.Second)
 }
 
-// keeps reports whether the work ended for a reason that waiting, or a new client, resolves, and
-// that no other replica would handle better. Then the work begins again under the same lease. A
-// change of the number of shards begins with new leases.
-func (p *publisher) keeps(ctx context.Context, err error) bool {
+// shouldRestart reports whether the work ended for a reason that waiting, or a new client, resolves, and
+// that no other replica would handle better. Then the work begins again under the same lease.
+func (p *publisher) shouldRestart(ctx context.Context, err error) bool {
 	var alone *refusedAlone
 	again := away(err) || errors.Is(err, errLimitsChanged) || errors.As(err, &alone)
-	return again && !p.once && ctx.Err() == nil && !p.course.isBound() && p.lease.held()
+	return again && !p.once && ctx.Err() == nil && p.lease.held()
 }
 
 // swap puts another publisher into a worker. The member does it, because it reads workers.
@@ -85,13 +84,13 @@ type swap struct {
 	done   chan struct{}
 }
 
-// keep publishes a shard until its lease must be released, or is lost. When the brokers or a sink
+// runShard publishes a shard until its lease must be released, or is lost. When the brokers or a sink
 // temporarily take no rows, the lease is kept: the work begins again from stored progress, under
 // the same epoch.
-func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
+func (m *member) runShard(ctx context.Context, w *worker, p *publisher) error {
 	for n := 1; ; n++ {
 		err := p.publish(ctx)
-		if !p.kept {
+		if !p.restarts {
 			m.waits(ctx, p.lease.shard, nil)
 			return err
 		}
@@ -162,15 +161,6 @@ func (m *member) replace(ctx context.Context, w *worker, next *publisher) error 
 	}
 }
 
-// swapIn is the member's part of replace.
-func (m *member) swapIn(ctx context.Context, s swap) {
-	s.worker.publisher = s.next
-	if m.cut != nil {
-		m.abandonCut(ctx) // the shard may be before or behind the cut, which the new publisher does not know
-	}
-	close(s.done)
-}
-
 // inspectWorkers notes which shards wait for the brokers, and which hang. It returns the leases
 // that may be renewed.
 func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
@@ -178,7 +168,7 @@ func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
 	for shard, w := range m.workers {
 		p := w.publisher
 		switch late := p.late(); {
-		case !p.course.isOver() && late > m.cfg.hungAfter():
+		case late > m.cfg.hungAfter():
 			hung++
 			m.hangs(ctx, w, late)
 			continue

@@ -115,7 +115,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 		}
 	}
 	// Before anything is compared with numbers, and before a recovery stores a tick.
-	if _, err := r.checkSequences(ctx, l.cluster.run); err != nil {
+	if err := r.checkSequences(ctx); err != nil {
 		return nil, err
 	}
 	var same bool

@@ -19,18 +19,15 @@ import (
 // worker.
 type member struct {
 	*Relay
-	workers map[int16]*worker
-	trouble int       // consecutive workers that ended with an error
-	notYet  time.Time // no shard is taken before this time
-	pruned  time.Time // when old ticks were last removed
-	tidied  time.Time // when slots were last checked
-	// resharding: the shards rest, or are on their way to the cut, and other replicas wait for it.
-	resharding bool
-	cut        *tick    // the tick at which all shards end: see reshard
-	confirmed  []string // the pauses that are stored as obeyed
-	swaps      chan swap
-	stuck      int    // workers that hang
-	behind     string // the replicas that publish instead, as logged last
+	workers   map[int16]*worker
+	trouble   int       // consecutive workers that ended with an error
+	notYet    time.Time // no shard is taken before this time
+	pruned    time.Time // when old ticks were last removed
+	tidied    time.Time // when slots were last checked
+	confirmed []string  // the pauses that are stored as obeyed
+	swaps     chan swap
+	stuck     int    // workers that hang
+	behind    string // the replicas that publish instead, as logged last
 }
 
 // worker publishes one shard.
@@ -57,7 +54,6 @@ func newMember(r *Relay) *member {
 // standing is the state of the relay in the database, on the database's clock.
 type standing struct {
 	shards  int16
-	wanted  *int16 // another number of shards
 	others  []replica
 	holders []string // owners of the shards that are not free
 	free    []int16
@@ -72,7 +68,6 @@ func (m *member) participate(ctx context.Context) error {
 	listening, stopListening := context.WithCancel(ctx)
 	defer func() {
 		stopListening()
-		m.abandonCut(context.WithoutCancel(ctx))
 		for _, w := range m.workers {
 			w.end()
 		}
@@ -101,7 +96,8 @@ func (m *member) participate(ctx context.Context) error {
 				return err
 			}
 		case s := <-m.swaps:
-			m.swapIn(ctx, s)
+			s.worker.publisher = s.next
+			close(s.done)
 		case <-timer.C:
 			begun := time.Now()
 			if err := m.step(ctx, &group, ended); err != nil {
@@ -118,7 +114,7 @@ func (m *member) participate(ctx context.Context) error {
 // beatEvery is how often a member beats. A member without work takes over a shard soon. A member
 // with work renews its leases, and no other replica has a reason to check.
 func (m *member) beatEvery() time.Duration {
-	if m.resharding || m.pausing() {
+	if m.pausing() {
 		return 50 * time.Millisecond
 	}
 	if len(m.workers) == 0 {
@@ -144,7 +140,7 @@ func (m *member) enroll(ctx context.Context) error {
 
 // step reads the state in the database once and acts on it.
 func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *worker) error {
-	m.turn()
+	m.heartbeat()
 	leases := m.inspectWorkers(ctx)
 	s, err := m.beat(ctx, leases, m.report())
 	if err != nil {
@@ -158,9 +154,6 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
 			w.publisher.lose(errLeaseLost)
-			if w.publisher.course.isOver() {
-				m.abandonCut(ctx)
-			}
 		}
 		if w.hung && !w.gone && !w.lease.held() { // the worker cannot report it
 			w.gone = true
@@ -170,17 +163,12 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	if s.shards == 0 {
 		return m.enroll(ctx) // the relay was deleted
 	}
-	m.resharding = s.wanted != nil
 	m.standBy(ctx, s)
 	sharing := s.sharing(replica{m.cfg.Owner, m.reachedAgo(), m.stuck > 0}, m.cfg.yieldsAfter())
 	if !slices.Contains(sharing, m.cfg.Owner) {
 		m.yield(ctx, sharing)
 		return nil
 	}
-	if s.wanted != nil {
-		return m.reshard(ctx, s, group, ended)
-	}
-	m.abandonCut(ctx)
 	quota := s.quota(m.cfg.Owner, sharing)
 	m.shed(quota)
 	if err := m.acquireShards(ctx, s.free, quota, group, ended); err != nil {
@@ -215,7 +203,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	var paused, pauses, others, states []string
 	var reached []*float64
 	var holder string
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &others, &reached, &states, &shard, &holder, &free, &renewed, &paused, &pauses}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &others, &reached, &states, &shard, &holder, &free, &renewed, &paused, &pauses}, func() error {
 		if free {
 			s.free = append(s.free, shard)
 		} else {
@@ -285,7 +273,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
 	w.publisher.patience <<= min(m.trouble, patienceGrows)
-	p := w.publisher // keep replaces it
+	p := w.publisher // runShard replaces it
 	m.workers[l.shard] = w
 	m.tell(l.shard, true)
 	if l.shard == 0 {
@@ -293,7 +281,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	}
 	group.Go(func() {
 		defer stop()
-		w.err = m.keep(working, w, p)
+		w.err = m.runShard(working, w, p)
 		ended <- w // after this the member may read err
 	})
 }
@@ -301,17 +289,6 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 // reap handles a worker that ended. It returns an error that waiting cannot fix.
 func (m *member) reap(ctx context.Context, w *worker) error {
 	shard := w.lease.shard
-	switch {
-	case m.workers[shard] != w:
-		return nil // already replaced: see reshard
-	case !w.publisher.course.isOver():
-	case w.ending: // it reached the cut after the cut was abandoned
-		brief, cancel := m.brief(context.WithoutCancel(ctx))
-		m.giveBack(brief, w.lease)
-		cancel()
-	default:
-		return nil // it keeps its lease: see reshard
-	}
 	delete(m.workers, shard)
 	m.waits(ctx, shard, nil) // its last wait no longer applies
 	if !w.gone {
@@ -324,7 +301,7 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 	switch {
 	case w.err == nil:
 		m.trouble = 0
-	case errors.Is(w.err, ErrOldPrimary):
+	case errors.Is(w.err, ErrOldPrimary), errors.Is(w.err, errTopicPanicked):
 		return w.err
 	case errors.Is(w.err, errLimitsChanged):
 		m.cfg.Logger.InfoContext(ctx, "relay starts over", "relay", m.cfg.Name, "shard", shard, "why", w.err)

@@ -37,9 +37,8 @@ WITH wanted AS (
     SELECT FROM effectonce.outbox_replicas r WHERE r.relay = $1 AND r.owner = p.owner AND r.alive_until > clock_timestamp())
 )
 SELECT EXISTS (SELECT FROM working), coalesce((SELECT pg_catalog.array_agg(owner || CASE
-    WHEN NOT listed THEN ' (holds a lease, and is not alive)'
-    WHEN obeys IS NULL THEN ' (of a release that does not confirm pauses)' ELSE '' END ORDER BY owner)
-  FROM working WHERE obeys IS NULL OR NOT obeys OPERATOR(pg_catalog.@>) wanted.ids), '{}')
+    WHEN NOT listed THEN ' (holds a lease, and is not alive)' ELSE '' END ORDER BY owner)
+  FROM working WHERE (obeys OPERATOR(pg_catalog.@>) wanted.ids) IS NOT TRUE), '{}')
 FROM wanted`
 
 // withoutRowsSQL returns the topics that have no row in any table.
@@ -50,13 +49,3 @@ WHERE NOT EXISTS (SELECT FROM effectonce.outbox_paused p WHERE p.relay = $1 AND 
   AND NOT EXISTS (SELECT FROM effectonce.outbox_scheduled s WHERE s.topic = t.topic)
   AND NOT EXISTS (SELECT FROM effectonce.outbox o WHERE o.topic = t.topic)
 ORDER BY t.place`
-
-// wantShardsSQL: see SetShards.
-const wantShardsSQL = `-- relay.want_shards
-WITH wanted AS (
-  UPDATE effectonce.outbox_relays SET shards_wanted = nullif($2, shards) WHERE relay = $1 RETURNING shards
-), noted AS (
-  INSERT INTO effectonce.operator_actions (who, what, why, subject)
-  SELECT $3, 'relay.shards', $4, pg_catalog.jsonb_build_object('relay', $1::text, 'shards', shards, 'wanted', $2::smallint) FROM wanted
-)
-SELECT shards FROM wanted`

@@ -21,11 +21,7 @@ type row struct {
 	id      uuid.UUID
 	headers []byte // JSON text
 	created time.Time
-	leftOut int // bytes of a payload that is too large to be read; 0: it was read
 }
-
-// payloadBytesMax is the largest payload since schema version 8, in bytes.
-const payloadBytesMax = 100_000_000
 
 // rowOverheadBytes is the memory of a row in addition to its values: the row, its record, two
 // headers.
@@ -59,13 +55,6 @@ var noHeaders = []byte("{}") //nolint:gochecknoglobals // only read
 // postgresEpoch is the zero of binary timestamps, in Unix microseconds.
 const postgresEpoch = 946684800 * 1_000_000
 
-// createdAt is the time of a row, limited to what a header in RFC 3339 can hold: rows from before
-// schema version 8 may have any time, including infinite ones.
-func createdAt(sincePostgresEpoch int64) time.Time {
-	const first, last = -62135596800 * 1_000_000, 253402214400 * 1_000_000 // 0001-01-01 and 9999-12-31
-	return time.UnixMicro(min(max(sincePostgresEpoch, first-postgresEpoch), last-postgresEpoch) + postgresEpoch)
-}
-
 // extent is the maximum size of a page, and the size of the previous one.
 type extent struct {
 	rows, bytes           int
@@ -74,7 +63,7 @@ type extent struct {
 }
 
 // readPage reads the rows of a result set of fetchSQL or fetchSizedSQL. After a row that passes the
-// bytes of the extent, or that was left out, it discards the rest of the result; the next page
+// bytes of the extent, or whose payload was not sent, it discards the rest of the result; the next page
 // reads it again. Values are read in their binary form: a Scan by reflection costs more than
 // everything else here.
 func readPage(rows pgx.Rows, want extent) (*page, error) {
@@ -95,7 +84,7 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 	arena := make([]byte, 0, want.arenaSize)
 	for last := ""; rows.Next(); {
 		v := rows.RawValues()
-		if p.deferred = v[7] != nil && !want.sized; p.deferred || p.bytes > want.bytes {
+		if p.deferred = v[7] != nil; p.deferred || p.bytes > want.bytes {
 			p.full = true
 			break
 		}
@@ -106,21 +95,18 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 			last = string(v[2])
 		}
 		r := row{seq: int64(binary.BigEndian.Uint64(v[0])), id: uuid.UUID(v[1]), topic: last}
-		r.key, arena = keep(arena, v[3])
-		r.payload, arena = keep(arena, v[4])
+		r.key, arena = copyTo(arena, v[3])
+		r.payload, arena = copyTo(arena, v[4])
 		if r.headers = noHeaders; v[5] != nil {
-			r.headers, arena = keep(arena, v[5])
+			r.headers, arena = copyTo(arena, v[5])
 		}
-		r.created = createdAt(int64(binary.BigEndian.Uint64(v[6])))
-		if v[7] != nil {
-			r.leftOut = int(binary.BigEndian.Uint64(v[7]))
-		}
+		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[6])) + postgresEpoch)
 		if n := len(p.rows); n > 0 && p.rows[n-1].seq >= r.seq {
 			return nil, errNoOrder
 		}
 		p.rows = append(p.rows, r)
 		p.bytes += r.bytes()
-		p.large = p.large || max(len(r.payload), r.leftOut) > largeBytes
+		p.large = p.large || len(r.payload) > largeBytes
 	}
 	rows.Close()
 	if err := rows.Err(); err != nil {
@@ -133,15 +119,15 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 // payloads is the sum that fetchSizedSQL computes.
 func (p *page) payloads() (bytes int) {
 	for i := range p.rows {
-		bytes += len(p.rows[i].payload) + p.rows[i].leftOut + len(p.rows[i].key)
+		bytes += len(p.rows[i].payload) + len(p.rows[i].key)
 	}
 	return bytes
 }
 
 var errNoOrder = errors.New("the statement's rows are not in order: please report it with the server's version and settings")
 
-// keep copies a value into the arena. It preserves the difference between NULL and empty.
-func keep(arena, v []byte) (kept, rest []byte) {
+// copyTo copies a value into the arena. It preserves the difference between NULL and empty.
+func copyTo(arena, v []byte) (kept, rest []byte) {
 	if v == nil {
 		return nil, arena
 	}

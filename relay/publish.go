@@ -19,7 +19,6 @@ import (
 type publisher struct {
 	*Relay
 	lease    *lease
-	course   course
 	reader   *reader
 	flight   *flight
 	progress *progress
@@ -27,7 +26,7 @@ type publisher struct {
 	topics   *topics
 	client   *kgo.Client // nil with a sink
 	target   target
-	kept     bool       // publish returned without releasing the lease: the work begins again
+	restarts bool       // publish returned without releasing the lease: the work begins again
 	once     bool       // end as soon as no row waits
 	lost     chan error // the member reports that the lease is lost
 	patience time.Duration
@@ -44,7 +43,7 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
 	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
 	p.pulse.last = time.Now()
-	p.flight.waits, p.flight.acked = p.turn, p.acknowledged
+	p.flight.waits, p.flight.acked = p.progressed, p.acknowledged
 	p.reader = newReader(p)
 	l.obeys.set.Store(r.paused.Load()) // safe: nothing is in flight
 	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: newDeadLook(p)}
@@ -60,13 +59,13 @@ func (p *publisher) lose(err error) {
 }
 
 // publish works until ctx ends, the lease is lost or something fails. With once it ends when no row
-// waits. If its course has an end, it ends there.
+// waits.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.publishShard(ctx)
-	if p.kept = p.keeps(ctx, err); p.kept {
+	if p.restarts = p.shouldRestart(ctx, err); p.restarts {
 		return err
 	}
-	if !errors.Is(err, errLeaseLost) && !p.course.isOver() {
+	if !errors.Is(err, errLeaseLost) {
 		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
 		defer cancel()
 		p.giveBack(end, p.lease)
@@ -132,11 +131,7 @@ func (p *publisher) publishShard(ctx context.Context) error {
 		defer cancel()
 		return p.target.finish(work, drain)
 	})
-	err = group.Wait()
-	if err == nil {
-		p.course.arrive(p.reader.at)
-	}
-	return err
+	return group.Wait()
 }
 
 // aim chooses the target.
@@ -176,7 +171,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	defer p.reader.stop()
 	defer cancel()
 	for ctx.Err() == nil {
-		p.turn()
+		p.progressed()
 		if err := p.followPauses(work, ctx); err != nil {
 			return err
 		}
@@ -186,13 +181,9 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		if err := p.flight.room(ctx); err != nil {
 			return err
 		}
-		read, done, err := p.reader.next(ctx)
-		if err != nil || done {
+		read, err := p.reader.next(ctx)
+		if err != nil {
 			return err
-		}
-		if read == nil {
-			p.sleep(ctx, restPause, p.wake.next())
-			continue
 		}
 		if err := p.hand(work, ctx, read); err != nil {
 			return err
@@ -201,7 +192,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		if len(read.page.rows) == 0 && p.flight.state().pages == 0 {
 			p.worked.Store(true)
 		}
-		if err := p.target.paged(work, ctx, read.page.full); err != nil {
+		if err := p.target.afterPage(work, ctx, read.page.full); err != nil {
 			return err
 		}
 		switch {
@@ -214,9 +205,6 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	}
 	return nil
 }
-
-// restPause is how often a worker that rests checks whether it may continue.
-const restPause = 2 * time.Millisecond
 
 // sleep pauses for d. Wake ends the pause early by closing woken, unless the pause is a nap.
 func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan struct{}) {
@@ -241,11 +229,6 @@ func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 	case len(read.page.rows) > 0 && !p.lease.held():
 		return errLeaseLost
 	case len(read.page.rows) > 0:
-		// The page was read before this wait, so the wait covers all of its commits.
-		settle := func(ctx context.Context) error { return p.target.paged(work, ctx, false) }
-		if err := p.awaitHorizon(ctx, settle); err != nil {
-			return err
-		}
 		a, err := p.try(ctx, read.page, at, read.end)
 		if err != nil {
 			return err

@@ -20,14 +20,11 @@ SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', '
 const probeSQL = `-- relay.probe
 SELECT pg_current_snapshot()::text`
 
-// enrollSQL registers a relay with its initial number of shards. It also inserts the rows of
-// outbox_locks, which may be missing from a copy of the tables that an earlier release filled.
+// enrollSQL registers a relay with its initial number of shards.
 const enrollSQL = `-- relay.enroll
-WITH locks AS (INSERT INTO effectonce.outbox_locks (name) VALUES ('promote'), ('stamps') ON CONFLICT DO NOTHING)
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
-// copyProgress copies the newest row of the chain into outbox_progress, where the previous release
-// and operators look.
+// copyProgress copies the newest row of the chain into outbox_progress, where operators look.
 const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor, published = w.published,
   advanced_epoch = w.advanced_epoch, advance = w.advance, updated_at = w.updated_at`
 
@@ -49,7 +46,7 @@ WITH alive AS (
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
-SELECT r.shards, r.shards_wanted, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
+SELECT r.shards, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
@@ -115,42 +112,6 @@ UPDATE effectonce.outbox_progress p SET lease_until = NULL, owner = NULL, ` + co
 FROM effectonce.outbox_progress_now w
 WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND w.relay = $1 AND w.shard = $2`
 
-const snapshotSQL = `-- relay.snapshot
-SELECT pg_current_snapshot()::text, coalesce((SELECT pg_catalog.max(p.floor) FROM effectonce.outbox_progress_now p WHERE p.relay = $2), 0), ` + here + `
-`
-
-// lockShardsSQL and the statements after it: see reshard.go.
-const lockShardsSQL = `-- relay.lock_shards
-SELECT FROM effectonce.outbox_relays WHERE relay = $1 AND shards_wanted IS NOT NULL FOR UPDATE`
-
-const allHeldSQL = `-- relay.all_held
-SELECT count(*) = (SELECT shards FROM effectonce.outbox_relays WHERE relay = $1)
-FROM (SELECT FROM effectonce.outbox_progress p JOIN unnest($2::smallint[], $3::bigint[]) AS mine (shard, epoch) USING (shard, epoch)
-    JOIN effectonce.outbox_progress_now w USING (relay, shard)
-  WHERE p.relay = $1 AND w.tick = $4 AND w.next_tick IS NULL AND p.lease_until > clock_timestamp() FOR UPDATE OF p) held`
-
-// cutOverSQL begins the new shards, with an epoch above all earlier ones.
-const cutOverSQL = `-- relay.cut_over
-INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, tick, floor, epoch, advanced_epoch, published, system_identifier, timeline)
-SELECT r.relay, s.shard, r.shards_wanted, $2, old.floor, old.epoch + 1, old.epoch + 1, CASE s.shard WHEN 0 THEN old.published ELSE 0 END,
-  old.system_identifier, old.timeline
-FROM effectonce.outbox_relays r
-CROSS JOIN LATERAL generate_series(0, r.shards_wanted - 1) AS s (shard)
-CROSS JOIN LATERAL (SELECT pg_catalog.max(epoch) AS epoch, pg_catalog.min(floor) AS floor, pg_catalog.sum(published) AS published,
-    pg_catalog.max(system_identifier) AS system_identifier, pg_catalog.max(timeline) AS timeline
-  FROM effectonce.outbox_progress_now WHERE relay = r.relay) old
-WHERE r.relay = $1
-ON CONFLICT (relay, shard) DO UPDATE SET
-  shards = excluded.shards, tick = excluded.tick, next_tick = NULL, seq = 0, floor = excluded.floor, epoch = excluded.epoch,
-  advanced_epoch = excluded.advanced_epoch, published = excluded.published, owner = NULL, lease_until = NULL, updated_at = clock_timestamp()`
-
-const dropShardsSQL = `-- relay.drop_shards
-DELETE FROM effectonce.outbox_progress p USING effectonce.outbox_relays r
-WHERE r.relay = $1 AND p.relay = r.relay AND p.shard >= r.shards_wanted`
-
-const shardsDoneSQL = `-- relay.shards_done
-UPDATE effectonce.outbox_relays SET shards = shards_wanted, shards_wanted = NULL WHERE relay = $1`
-
 // slotsSQL reads the state of the outbox's slots. The relay keeps a slot for $1 after it turned
 // away from it. It turns away from a slot that has been filled for half of $1, or that is larger
 // than $2.
@@ -162,10 +123,10 @@ FROM effectonce.outbox_slots s, effectonce.outbox_slot c
 CROSS JOIN LATERAL pg_relation_size(('effectonce.outbox_' || s.slot::text)::regclass) AS size (bytes)
 ORDER BY s.slot`
 
-// turnSQL turns from slot $1 to slot $2. The sequence is not part of the transaction. If the
+// rotateSQL rotates from slot $1 to slot $2. The sequence is not part of the transaction. If the
 // sequence turns and the rest does not happen, the times are wrong until the next turn, which only
 // keeps rows for longer.
-const turnSQL = `-- relay.turn
+const rotateSQL = `-- relay.rotate
 WITH away AS (UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() WHERE slot = $1),
 towards AS (UPDATE effectonce.outbox_slots SET turned_to = clock_timestamp(), turned_away = NULL WHERE slot = $2)
 SELECT pg_catalog.setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value FROM effectonce.outbox_slot) = $1`
@@ -307,17 +268,12 @@ SELECT page.seq, page.id, page.topic, page.key, CASE WHEN octet_length(page.payl
   CASE WHEN octet_length(page.payload) > $8::int THEN octet_length(page.payload)::bigint END, NULL
 `
 
-// inBounds: rows from before schema version 8 may have larger payloads, which are not read. See
-// payloadBytesMax.
-const inBounds = `(octet_length(page.payload) <= 100000000) IS NOT FALSE`
-
 // fetchSizedSQL is fetchSQL with a page that ends with the row which passes $8 bytes, so that large
 // rows are not sent and discarded. For small rows the sum costs half as much as everything else.
 const fetchSizedSQL = `-- relay.fetch_sized
 ` + fetchNow + `
 UNION ALL
-SELECT page.seq, page.id, page.topic, page.key, CASE WHEN ` + inBounds + ` THEN page.payload END, ` + fetchHeaders + `, page.created_at,
-  CASE WHEN NOT ` + inBounds + ` THEN octet_length(page.payload)::bigint END, NULL
+SELECT page.seq, page.id, page.topic, page.key, page.payload, ` + fetchHeaders + `, page.created_at, NULL, NULL
 FROM (
   SELECT *, pg_catalog.sum(coalesce(octet_length(payload), 0) + coalesce(octet_length(key), 0)) OVER (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
   ` + fetchFrom + fetchNew + fetchLate + fetchTo + `) page
@@ -383,9 +339,6 @@ const advanceSQL = `-- relay.advance
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
 SELECT $2, $3, $4, $5, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
 
-const lockLeaseSQL = `-- relay.lock_lease
-SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3 FOR SHARE`
-
 // clearAdvancesSQL deletes the rows of the chain between two numbers.
 const clearAdvancesSQL = `-- relay.clear_advances
 DELETE FROM effectonce.outbox_advances WHERE relay = $1 AND shard = $2 AND n > $3 AND n <= $4`
@@ -415,8 +368,8 @@ const foreignSQL = `-- relay.foreign
 SELECT EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
 
 // restampSQL gives such rows an id that each snapshot shows, except that of tick 0, where a relay
-// without progress begins. To relays that are ahead, an id of this transaction would look like a
-// number that was assigned twice.
+// without progress begins. It does not use this transaction's id: relays past this row would
+// report its seq as reused.
 const restampSQL = `-- relay.restamp
 UPDATE effectonce.outbox o SET txid = '1' WHERE ` + foreign
 
@@ -468,12 +421,7 @@ SELECT coalesce((
   SELECT CASE WHEN due_at <= clock_timestamp() THEN 0
     WHEN due_at < clock_timestamp() + interval '2 seconds' THEN pg_catalog.ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
     ELSE 2000 END
-  FROM effectonce.outbox_scheduled s WHERE ` + movable + ` ORDER BY due_at LIMIT 1), 2000)::bigint`
-
-// movable is the outbox's own bound on rows. Rows from before schema version 8 may be beyond it.
-// They stay, and doctor reports them as overdue.
-const movable = `(octet_length(s.payload) <= 100000000) IS NOT FALSE AND (octet_length(s.key) <= 1048576) IS NOT FALSE
-  AND pg_catalog.pg_column_size(s.headers) <= 2097152 AND octet_length(s.headers::text) <= 8388608`
+  FROM effectonce.outbox_scheduled s ORDER BY due_at LIMIT 1), 2000)::bigint`
 
 // promoteSQL moves due messages into the outbox, in the order of their times: about $1 of those
 // behind the place ($2, $3). Messages of the same time move in the order in which they were
@@ -496,17 +444,17 @@ WITH mine AS MATERIALIZED (
   SELECT true AS locked FROM effectonce.outbox_locks WHERE name = 'promote' FOR UPDATE SKIP LOCKED
 ), first AS MATERIALIZED (
   SELECT due_at, id, topic, publisher, place FROM effectonce.outbox_scheduled s
-  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint) AND ` + movable + `
+  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint)
   ORDER BY due_at, place LIMIT $1 FOR UPDATE SKIP LOCKED
 ), ids AS MATERIALIZED (
   SELECT f.due_at, f.id, f.publisher, count(*) AS taken, pg_catalog.min(f.place) AS place, (SELECT count(*) FROM (
-    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher AND ` + movable + ` LIMIT $1) AS s) AS size
+    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher LIMIT $1) AS s) AS size
   FROM first f GROUP BY f.due_at, f.id, f.publisher
 ), rest AS MATERIALIZED (
   SELECT r.due_at, r.id, r.topic, r.publisher
   FROM (SELECT * FROM ids WHERE taken < size ORDER BY due_at, place) AS i CROSS JOIN LATERAL (
     SELECT s.due_at, s.id, s.topic, s.publisher FROM effectonce.outbox_scheduled s
-    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher AND ` + movable + `
+    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher
       AND (s.id, s.topic, s.publisher) NOT IN (SELECT f.id, f.topic, f.publisher FROM first f)
     LIMIT $1 FOR UPDATE SKIP LOCKED) AS r
   LIMIT $1
@@ -520,7 +468,7 @@ WITH mine AS MATERIALIZED (
   RETURNING s.due_at, s.place, s.id, s.topic, s.key, s.payload, s.headers, s.created_at
 ), moved AS (
   INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
-  SELECT id, topic, key, payload, headers, greatest(least(greatest(due_at, created_at), '9998-12-31'), '0001-01-01') FROM gone ORDER BY due_at, place
+  SELECT id, topic, key, payload, headers, greatest(due_at, created_at) FROM gone ORDER BY due_at, place
   RETURNING 1
 ), last AS (
   SELECT due_at, place FROM first ORDER BY due_at DESC, place DESC LIMIT 1
@@ -530,12 +478,11 @@ SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_a
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                                    string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                string
-	moveToDead, removeDead, holdAgain                                                                                                                       string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                          string
-	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
+	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, prune string
+	lockStamps, foreign, restamp, rebase                                                                                                         string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
+	moveToDead, removeDead, holdAgain                                                                                                            string
+	slots, rotate, unpublished, lockSlot, truncate, truncated, slotHolders                                                                       string
 }
 
 // newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
@@ -547,12 +494,11 @@ func newQueries(schema, run string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
-		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
+		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
-		retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
+		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
 		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
-		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
-		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
+		slots: in(slotsSQL), rotate: in(rotateSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
 	}
 }

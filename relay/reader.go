@@ -16,7 +16,6 @@ type reader struct {
 	*Relay
 	lease    *lease
 	progress *progress
-	course   *course
 	bytesMax int
 	patient  func(context.Context) (context.Context, context.CancelFunc) // limits a statement
 
@@ -27,9 +26,9 @@ type reader struct {
 	pace  pace
 
 	// State of the last page. Only the read under way uses it.
-	few                     bool // the page had few rows, or none
-	near                    bool // the round trip was short
-	sized                   bool // large rows are near
+	lastPageSmall           bool
+	fastRoundTrip           bool
+	limitBySize             bool // large rows were met
 	rowsBefore, arenaBefore int
 	passing                 passing
 }
@@ -47,7 +46,7 @@ type reading struct {
 
 func newReader(p *publisher) *reader {
 	r := &reader{
-		Relay: p.Relay, lease: p.lease, progress: p.progress, course: &p.course, bytesMax: p.flight.bytesMax, patient: p.patient,
+		Relay: p.Relay, lease: p.lease, progress: p.progress, bytesMax: p.flight.bytesMax, patient: p.patient,
 		limit: min(100, p.cfg.PageRowsMax), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
 	}
 	r.from(p.lease.cursor)
@@ -60,28 +59,14 @@ func (r *reader) from(at cursor) {
 	r.mark = floorMark{xmax: at.from.xmax, seqLast: at.from.seqLast}
 }
 
-// next reads a page. It returns nil when the worker must rest, and done at the end of its course.
-func (r *reader) next(ctx context.Context) (read *reading, done bool, err error) {
-	if r.ahead == nil {
-		ok, end := r.course.reading(r.at.to == nil)
-		if !ok {
-			return nil, false, nil
-		}
-		if end != nil {
-			if r.at.from == end {
-				return nil, true, nil
-			}
-			if r.at.to == nil {
-				r.at.to, r.at.seq = end, 0
-			}
-		}
-	}
+// next reads a page.
+func (r *reader) next(ctx context.Context) (*reading, error) {
 	got := r.nextPage(ctx)
 	if got.err != nil {
-		return nil, false, got.err
+		return nil, got.err
 	}
 	crashpoint.Here(crashpoint.RelayRead)
-	read = &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
+	read := &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
 	r.pace.saw(len(got.page.rows))
 	r.limit = nextLimit(r.limit, got.page, r.bytesMax, r.cfg.PageRowsMax)
 	if got.page.full {
@@ -89,7 +74,7 @@ func (r *reader) next(ctx context.Context) (read *reading, done bool, err error)
 	} else {
 		read.end.floor = r.mark.advance(read.end.from, read.end.floor)
 	}
-	return read, false, nil
+	return read, nil
 }
 
 // nextPage returns the page that was read ahead, or reads one.
@@ -156,7 +141,7 @@ func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, 
 }
 
 func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
-	if c.to == nil && r.few && r.near {
+	if c.to == nil && r.lastPageSmall && r.fastRoundTrip {
 		var snapshot string
 		if err := r.pool.QueryRow(ctx, probeSQL).Scan(&snapshot); err != nil {
 			return nil, nil, err
@@ -168,7 +153,7 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	seqSafe := r.progress.seqSafe.Load() // before the statement's snapshot
 	read, err := r.query(ctx, c, limit)
 	if err == nil && read.deferred && len(read.rows) == 0 { // the next row is a large one
-		r.sized = true
+		r.limitBySize = true
 		read, err = r.query(ctx, c, limit)
 	}
 	if err != nil {
@@ -177,11 +162,11 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	if !read.here {
 		return nil, nil, errAnotherRun
 	}
-	if err := r.sequenceBack(r.lease.cluster.run, read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
+	if err := sequenceBack(read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
 		return nil, nil, err
 	}
-	r.sized = read.deferred || r.sized && read.large
-	r.few = len(read.rows) <= fewRows
+	r.limitBySize = read.deferred || r.limitBySize && read.large
+	r.lastPageSmall = len(read.rows) <= fewRows
 	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.bytesMax/4)
 	seen, err := newTick(read.snapshot, seqSafe)
 	if err != nil {
@@ -210,11 +195,11 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 		upTo = &c.to.snapshot
 	}
 	sql, bytes := r.sql.fetch, largeBytes
-	if r.sized {
+	if r.limitBySize {
 		sql, bytes = r.sql.fetchSized, r.bytesMax/4
 	}
-	args := []any{r.lease.cluster.run, max(after, c.from.divider()), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
-	if len(c.from.xip) == 0 && !r.sized {
+	args := []any{r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
+	if len(c.from.xip) == 0 && !r.limitBySize {
 		sql, args = r.sql.fetchNew, args[:8]
 	}
 	batch := &pgx.Batch{}
@@ -226,13 +211,13 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if _, err := results.Exec(); err != nil {
 		return nil, err
 	}
-	r.near = time.Since(begun) < nearMax // this answer comes before the page
+	r.fastRoundTrip = time.Since(begun) < nearMax // this answer comes before the page
 	rows, err := results.Query()
 	if err != nil {
 		return nil, err
 	}
-	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, sized: r.sized, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
-	if err == nil && r.sized {
+	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, sized: r.limitBySize, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
+	if err == nil && r.limitBySize {
 		read.full = read.full || read.payloads() >= r.bytesMax/4
 	}
 	return read, err

@@ -35,9 +35,6 @@ type Relay struct {
 
 	clientLog   kgo.Logger // of the caller's options; nil: none
 	placing     kgo.Opt    // places records in the partition that their row requests
-	routes      *routes
-	drops       drops
-	rates       rates
 	suspects    suspects
 	topicMemory topicMemory
 	wake        wake
@@ -46,11 +43,9 @@ type Relay struct {
 	newest      atomic.Pointer[cluster]   // the newest cluster on which this process held a lease
 	slotWaits   map[int16]*slotWait       // used only by the goroutine that runs tidy
 	overdue     atomic.Int64              // calls of the sink that continue although their context has ended
-	seen        seen                      // the largest number that a sequence was found behind
 	hung        atomic.Int64              // shards whose worker hangs
 	outlet      outlet
 	say         sayings
-	horizon     *horizon // nil: publishing waits for no standby
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby. Rows become visible there in
@@ -84,8 +79,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes), say: sayings{logger: cfg.Logger}}
-	r.horizon, _ = parseHorizon(cfg.DurableHorizon) // withDefaults reported the error
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), say: sayings{logger: cfg.Logger}}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go only to the sink: remove one of the two"))
@@ -108,10 +102,10 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 // the database, of the brokers and of leases: it logs, waits and continues. When ctx ends, Run
 // stops reading, waits at most DrainMax for unacknowledged records, stores progress, releases its
 // leases and returns nil. It returns an error at once for what waiting cannot fix: a schema that
-// does not fit, a standby, a primary from before a failover.
+// does not fit, a standby, a primary from before a failover, a panic of Config.Topic.
 func (r *Relay) Run(ctx context.Context) error {
 	for trouble := 1; ctx.Err() == nil; trouble++ {
-		r.turn()
+		r.heartbeat()
 		err := r.check(ctx)
 		if err == nil {
 			return newMember(r).participate(ctx)
@@ -149,9 +143,6 @@ func (r *Relay) check(ctx context.Context) error {
 	}
 	if !primary {
 		return ErrNotPrimary
-	}
-	if err := r.checkHorizon(ctx); err != nil {
-		return err
 	}
 	return r.adapt(ctx)
 }
@@ -192,7 +183,7 @@ func unreachable(err error) bool {
 // single-step form of Run, for tests and cron jobs. It returns ErrLeaseHeld if another replica
 // holds a shard.
 func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
-	if err := errors.Join(r.adapt(ctx), r.checkHorizon(ctx)); err != nil {
+	if err := r.adapt(ctx); err != nil {
 		return 0, err
 	}
 	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
@@ -203,11 +194,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		return 0, err
 	}
 	defer r.leave(ctx)
-	here, err := r.askCluster(ctx)
-	if err != nil {
-		return 0, err
-	}
-	if _, err := r.checkSequences(ctx, here.run); err != nil { // before rows are inserted
+	if err := r.checkSequences(ctx); err != nil { // before rows are inserted
 		return 0, err
 	}
 	if _, err := r.promoteDue(ctx); err != nil {
@@ -258,9 +245,9 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	return p.progress.rows, err
 }
 
-// turn calls the heartbeat: this loop is not stuck. Statements, and waits for brokers, end by
+// heartbeat calls the hook: this loop is not stuck. Statements, and waits for brokers, end by
 // themselves; a call of a sink may not.
-func (r *Relay) turn() {
+func (r *Relay) heartbeat() {
 	if r.cfg.Hooks.Heartbeat != nil && r.overdue.Load() == 0 && r.hung.Load() == 0 {
 		r.cfg.Hooks.Heartbeat()
 	}

@@ -402,8 +402,8 @@ func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {
 // Property: settings out of bounds are all reported at once, with field, value and bound.
 func TestConfigReportsAllProblems(t *testing.T) {
 	t.Parallel()
-	_, err := relay.New(nil, nil, relay.Config{Schema: "Bad Schema", Lease: time.Millisecond, PollMin: time.Second, PollMax: time.Millisecond, PageRowsMax: -1})
-	for _, part := range []string{"Bad Schema", "Lease 1ms", "PollMin 1s", "PageRowsMax -1", "pool is nil"} {
+	_, err := relay.New(nil, nil, relay.Config{Schema: "Bad Schema", Lease: time.Millisecond, PollMin: time.Second, PollMax: time.Millisecond, PageRowsMax: -1, TopicPrefix: "a/"})
+	for _, part := range []string{"Bad Schema", "Lease 1ms", "PollMin 1s", "PageRowsMax -1", `TopicPrefix "a/"`, "pool is nil"} {
 		require.ErrorContains(t, err, part)
 	}
 	_, err = relay.New(pgtest.Pool(t), []kgo.Opt{kgo.DisableIdempotentWrite()}, relay.Config{})

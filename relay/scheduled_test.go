@@ -73,10 +73,16 @@ func TestCancelledOrPublished(t *testing.T) {
 	r := newRelay(t, pool, relay.Config{})
 	const messages = 600
 	msgs := make([]outbox.Message, messages)
+	var copies []outbox.Message
 	for i := range msgs {
-		msgs[i] = outbox.Message{ID: uuid.New(), Topic: "c", AlsoTo: []string{"b", "a"}, Key: []byte{byte(i)}, DeliverAt: time.Unix(int64(i), 0)}
+		msgs[i] = outbox.Message{ID: uuid.New(), Topic: "c", Key: []byte{byte(i)}, DeliverAt: time.Unix(int64(i), 0)}
+		for _, topic := range []string{"c", "b", "a"} {
+			copied := msgs[i]
+			copied.Topic = topic
+			copies = append(copies, copied)
+		}
 	}
-	require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return outbox.Publish(ctx, tx, msgs...) }))
+	require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return outbox.Publish(ctx, tx, copies...) }))
 
 	var cancelled [messages]bool
 	var next atomic.Int64
@@ -271,11 +277,14 @@ func TestMessagesOfOneTimeKeepTheirOrder(t *testing.T) {
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	const messages = 2*relay.PromoteRowsMax + 500
 	at := time.Unix(1000, 0)
-	msgs := make([]outbox.Message, messages)
-	for i := range msgs {
-		msgs[i] = outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: fmt.Append(nil, i), DeliverAt: at}
-		if i%7 == 0 {
-			msgs[i].AlsoTo = []string{"audit", "billing"}
+	var msgs []outbox.Message
+	for i := range messages {
+		message := outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: fmt.Append(nil, i), DeliverAt: at}
+		msgs = append(msgs, message)
+		for _, topic := range []string{"audit", "billing"} {
+			if message.Topic = topic; i%7 == 0 {
+				msgs = append(msgs, message)
+			}
 		}
 	}
 	for some := range slices.Chunk(msgs, 700) {

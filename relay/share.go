@@ -10,7 +10,7 @@ import (
 // replica is another process of the relay, as it last reported itself.
 type replica struct {
 	owner      string
-	reachedAgo *time.Duration // since the brokers answered it; nil: never, or the replica is of the previous release
+	reachedAgo *time.Duration // since the brokers answered it; nil: never
 	stuck      bool
 }
 
@@ -74,7 +74,6 @@ var errYields = fmt.Errorf("another replica reaches brokers or a receiver that t
 // yield gives up all shards to replicas that are better off. It does not wait for rows that are
 // with unresponsive brokers: they are published again.
 func (m *member) yield(ctx context.Context, to []string) {
-	m.abandonCut(ctx)
 	if len(m.workers) == 0 {
 		return
 	}

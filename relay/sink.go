@@ -74,7 +74,7 @@ func (t toSink) publish(work, ctx context.Context, a *attempt) error {
 	return t.conclude(ctx, a)
 }
 
-func (t toSink) paged(_, _ context.Context, _ bool) error { return nil }
+func (t toSink) afterPage(_, _ context.Context, _ bool) error { return nil }
 
 func (t toSink) store(ctx context.Context) error { return t.storeAcked(ctx) }
 

@@ -1,52 +1,13 @@
 package relay_test
 
 import (
-	"fmt"
-	"runtime"
 	"testing"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/internal/kafkatest"
-	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
-	"github.com/effectonce/effectonce/relay"
 )
-
-// Property: a row of before schema version 8 whose payload is beyond the bound of new ones becomes
-// a dead row, whole, without passing through the relay's memory, also when it is retried; what lies
-// behind it is published, in order for its key.
-func TestPayloadBeyondTheBoundIsNotRead(t *testing.T) { //nolint:paralleltest // it measures the memory of the process
-	longtest.Only(t, "it measures the heap")
-	for _, exactly := range []bool{false, true} { //nolint:paralleltest // see above
-		t.Run(fmt.Sprint("exactly once ", exactly), func(t *testing.T) {
-			const size = 300 << 20
-			ctx, address, topic := t.Context(), pgtest.EmptyDatabase(t), kafkatest.Topic(t, 1)
-			conn := pgtest.Connect(t, address)
-			require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 7))
-			pgtest.Exec(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'first'), ($1, 'k', convert_to(repeat('x', $2), 'UTF8')), ($1, 'k', 'behind'), ($1, 'l', 'other')`, topic, size)
-			require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
-			pool, err := pgxpool.New(ctx, address)
-			require.NoError(t, err)
-			t.Cleanup(pool.Close)
-			var before, after runtime.MemStats
-			runtime.ReadMemStats(&before)
-			r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
-			drain(t, r)
-			retrySQL := `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'too_large'`
-			must(t, pool, retrySQL)
-			drain(t, r)
-			runtime.ReadMemStats(&after)
-			require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(size/2), "of what was allocated in all")
-			require.Equal(t, []string{"first", "other"}, values(t, topic))
-			require.Equal(t, size, one[int](t, pool, `SELECT octet_length(payload) FROM effectonce.outbox_dead WHERE reason = 'too_large' AND error LIKE '%reads none above 100000000%'`))
-			require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'behind'`))
-		})
-	}
-}
 
 // Property: the database bounds what a publisher inserts, also if it comes compressed from a table
 // of the publisher's own, and outbox.Publish checks the bounds before.

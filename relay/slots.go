@@ -26,7 +26,7 @@ type slot struct {
 	number  int16
 	current bool // new rows go there
 	bytes   int64
-	turn    bool // it is old or large enough to turn to the next slot
+	rotate  bool // it is old or large enough to turn to the next slot
 	kept    bool // its rows have been kept for as long as Keep requires
 }
 
@@ -36,7 +36,7 @@ type slot struct {
 func (m *member) tidy(ctx context.Context) {
 	if m.workers[0] == nil {
 		for slot := range m.slotWaits {
-			m.truncateWaitsNot(ctx, slot, "this replica no longer has shard 0")
+			m.truncateUnblocked(ctx, slot, "this replica no longer has shard 0")
 		}
 	}
 	if m.workers[0] == nil || time.Since(m.tidied) < min(m.cfg.Keep/4, tidyMax) {
@@ -58,21 +58,21 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 		return fmt.Errorf("read the slots: %w", err)
 	}
 	slots, err := pgx.CollectRows(rows, func(c pgx.CollectableRow) (s slot, err error) {
-		return s, c.Scan(&s.number, &s.current, &s.bytes, &s.turn, &s.kept)
+		return s, c.Scan(&s.number, &s.current, &s.bytes, &s.rotate, &s.kept)
 	})
 	if err != nil {
 		return fmt.Errorf("read the slots: %w", err)
 	}
 	for i, s := range slots {
 		switch {
-		case s.current && s.turn:
+		case s.current && s.rotate:
 			// A slot that a long transaction keeps is left out.
 			around := append(slots[i+1:len(slots):len(slots)], slots[:i]...)
 			next := slices.IndexFunc(around, func(s slot) bool { return s.bytes == 0 })
 			if next < 0 {
 				continue
 			}
-			if _, err := r.pool.Exec(ctx, r.sql.turn, s.number, around[next].number); err != nil {
+			if _, err := r.pool.Exec(ctx, r.sql.rotate, s.number, around[next].number); err != nil {
 				return fmt.Errorf("turn to slot %d: %w", around[next].number, err)
 			}
 		case !s.current && s.kept && s.bytes > 0:
@@ -85,7 +85,7 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 				continue
 			}
 		}
-		r.truncateWaitsNot(ctx, s.number, "it was removed, or must not be removed yet")
+		r.truncateUnblocked(ctx, s.number, "it was removed, or must not be removed yet")
 	}
 	return nil
 }

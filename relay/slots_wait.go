@@ -48,8 +48,8 @@ func (r *Relay) truncateWaits(ctx context.Context, slot int16) {
 		"relay", r.cfg.Name, "slot", slot, "waiting", waiting.Round(time.Millisecond), "held_by", r.slotHolders(ctx, slot))
 }
 
-// truncateWaitsNot records that a slot does not wait, or that this replica no longer handles it.
-func (r *Relay) truncateWaitsNot(ctx context.Context, slot int16, why string) {
+// truncateUnblocked records that a slot does not wait, or that this replica no longer handles it.
+func (r *Relay) truncateUnblocked(ctx context.Context, slot int16, why string) {
 	w := r.slotWaits[slot]
 	if w == nil {
 		return

@@ -36,7 +36,7 @@ func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
 	return t.conclude(ctx, a)
 }
 
-func (t toKafka) paged(_, _ context.Context, _ bool) error { return nil }
+func (t toKafka) afterPage(_, _ context.Context, _ bool) error { return nil }
 
 func (t toKafka) store(ctx context.Context) error { return t.storeAcked(ctx) }
 
@@ -121,10 +121,10 @@ func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
 
 // answer waits for the result that a promise of the client sends.
 func (p *publisher) answer(ctx context.Context, done <-chan error) error {
-	timer := time.NewTicker(turnEvery)
+	timer := time.NewTicker(signOfLifeEvery)
 	defer timer.Stop()
 	for {
-		p.turn()
+		p.progressed()
 		select {
 		case err := <-done:
 			return err

@@ -19,9 +19,6 @@ type tick struct {
 	// so its transaction has ended in the snapshot, or is in xip. See progress for how it is
 	// determined.
 	seqLast int64
-	// found: the tick is from the database or from Kafka. It may be from a release that counted up
-	// to readAheadMax numbers as assigned that were not.
-	found bool
 	// The snapshot's parts. xip stays text: it is only sent back.
 	xmin, xmax uint64
 	xip        []string
@@ -77,20 +74,8 @@ func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, err
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored, t.found = id, true, true
+	t.id, t.stored = id, true
 	return t, nil
-}
-
-// readAheadMax is how many numbers nextval logs ahead.
-const readAheadMax = 32
-
-// divider is the number above which rows are found by their number. A smaller number than seqLast
-// does no harm.
-func (t *tick) divider() int64 {
-	if t.found {
-		return t.seqLast - readAheadMax
-	}
-	return t.seqLast
 }
 
 // storeTick makes sure that a tick has a number. A tick that no progress refers to does no harm.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math"
 	"slices"
 	"sync"
@@ -31,8 +32,7 @@ type topics struct {
 	// when it first meets the topic. If that size is no longer right, the work starts over with a
 	// new client.
 	given map[string]int32
-	// blocked are the topics in Kafka that rows of a topic in the outbox wait for, if there are
-	// several.
+	// blocked are the topics in Kafka that rows of a topic in the outbox wait for.
 	blocked map[string]map[string]bool
 	tried   map[string]bool // see released
 }
@@ -106,29 +106,32 @@ func (t *topics) blocks(d deadRow) {
 	t.blocked[topic][name] = true
 }
 
-// released reports whether rows of a topic in the outbox that waited may be tried. names are all
-// the topics in Kafka that they may go to. Rows that waited before this work began are tried once,
-// if one of the topics is ready: it is not known which one they wait for.
-func (t *topics) released(topic string, names []string) bool {
-	if len(names) == 0 { // a rule drops all of it
-		return true
-	}
-	if len(names) == 1 {
-		return t.ready(names[0])
-	}
+// released reports whether rows of a topic in the outbox that waited may be tried. names are the
+// topics in Kafka that they are known to wait for. If Config.Topic chooses, rows that waited before
+// this work began are tried once: it is not known which topics they wait for.
+func (t *topics) released(topic string, names []string, chosen bool) bool {
 	ready := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return !t.ready(name) })
+	if !chosen {
+		return len(ready) > 0
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	released := !t.tried[topic] || len(ready) > 0
 	if t.tried == nil {
 		t.tried = map[string]bool{}
 	}
-	released := !t.tried[topic] && len(ready) > 0
+	t.tried[topic] = true
 	for _, name := range ready {
-		released = released || t.blocked[topic][name]
 		delete(t.blocked[topic], name)
 	}
-	t.tried[topic] = t.tried[topic] || released
 	return released
+}
+
+// blockedOn returns the topics in Kafka of blocks.
+func (t *topics) blockedOn(topic string) []string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.Collect(maps.Keys(t.blocked[topic]))
 }
 
 // judge returns why a record of this size cannot be produced now. If the limit is unknown, Kafka

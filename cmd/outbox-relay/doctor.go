@@ -13,7 +13,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
-	"github.com/effectonce/effectonce/relay"
 )
 
 type doctorReport struct {
@@ -27,7 +26,7 @@ type doctorOptions struct {
 	ageMax        time.Duration
 	lagAgeMax     time.Duration
 	progressTopic string
-	routes        relay.Routes
+	topicPrefix   string
 	backlog       backlogLimits
 }
 
@@ -74,7 +73,7 @@ Exit status 1 if a check fails; warnings do not count.
 	cli.AddDuration(cmd.Flags(), &options.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait while no replica runs")
 	addLagAgeMax(cmd.Flags(), &options.lagAgeMax)
 	cli.AddText(cmd.Flags(), "progress-topic", 249, "topic of the progress of \"run --exactly-once\"; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
-	addRoutes(cmd.Flags(), &options.routes)
+	addTopicPrefix(cmd.Flags(), &options.topicPrefix)
 	options.backlog.addFlags(cmd.Flags())
 	cli.AddJSON(cmd, &asJSON)
 	return cmd
@@ -112,7 +111,6 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Sequences(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Definitions(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Publishers(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Relays(limited, conn, s.Schema, options.ageMax)...)
 	findings = append(findings, doctor.Replicas(limited, conn, s.Schema)...)
@@ -145,7 +143,7 @@ func examineKafka(ctx context.Context, s *cli.Settings, db operator.Querier, opt
 		return findings
 	}
 	findings = append(findings, doctor.MessageSize(limited, admin)...)
-	findings = append(findings, doctor.Topics(limited, db, admin, s.Schema, options.routes)...)
+	findings = append(findings, doctor.Topics(limited, db, admin, s.Schema, options.topicPrefix)...)
 	findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
 	return append(findings, doctor.Consumers(limited, db, admin, s.Schema)...)
 }

@@ -29,9 +29,8 @@ The sequence moves above every known number. Rows not proven to be published get
 published: some for the second time, under the same IDs; none is lost. All relays take their leases again and continue.
 If no sequence went back nothing changes.
 
-A relay does this by itself, and logs it, if its role may ("outbox-relay migrate roles"). Run this as an operator or as
-the owner of the tables. Transactions that write to the outbox wait about as long as a bulk insert of the renumbered
-rows takes. The repair is recorded.
+Until then relays publish and remove nothing. Run this as an operator or as the owner of the tables. Transactions that
+write to the outbox wait about as long as a bulk insert of the renumbered rows takes. The repair is recorded.
 
 Exit status 1 if transactions that write to the outbox stay open for more than three seconds: try again. With
 --dry-run also if there is something to repair.`,

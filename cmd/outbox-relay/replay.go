@@ -29,7 +29,7 @@ func newReplay(s *cli.Settings) *cobra.Command {
 		Long: `Publish rows again that --relay has published and that are still in the outbox ("run --keep" sets how long), with the
 same IDs, in outbox order. --from (inclusive) and --to (exclusive) are times of created_at, or ticks of "outbox-relay
 positions": rows committed after the first and before the second. Unused ticks are forgotten after about ten minutes.
-Give the relay's --topic-prefix and --routes, so that rows go where it sent them.
+Give the relay's --topic-prefix, so that rows go where it sent them.
 
 Consumers that deduplicate drop messages that they know. Rows land behind newer records of their key: for consumers
 that do not deduplicate, that start now, or that missed messages, use a new topic (--to-topic).
@@ -53,7 +53,7 @@ status 1 if rows left the outbox before they were read.`,
 	addBound(flags, "to", "end, a time or tick; default: all that is published", &opts.To)
 	cli.AddText(flags, "topic", 249, "only rows of this topic", cli.Into(&opts.Topic))
 	cli.AddText(flags, "to-topic", 249, "publish to this Kafka topic instead of the row's", cli.Into(&opts.ToTopic))
-	addRoutes(flags, &opts.Routes)
+	addTopicPrefix(flags, &opts.TopicPrefix)
 	cli.AddBool(flags, &opts.DryRun, "dry-run", "only count the rows")
 	cli.AddText(flags, "by", 255, "operator; default: user@host", func(text string) error { opts.By.Who = text; return nil })
 	cli.AddText(flags, "why", 2048, "reason", func(text string) error { opts.By.Why = text; return nil })
@@ -106,19 +106,11 @@ func runReplay(ctx context.Context, s *cli.Settings, opts replay.Options, asJSON
 		case opts.DryRun:
 			err = terminal.Say(out, "%s would be published again\n", human.Count(report.Rows, "row"))
 		default:
-			err = terminal.Say(out, "%d of %s published again%s\n", report.Published, human.Count(report.Rows, "row"), noted(report.Dropped, ", %d dropped by a rule"))
+			err = terminal.Say(out, "%d of %s published again\n", report.Published, human.Count(report.Rows, "row"))
 		}
-		if err == nil && !opts.DryRun && report.Published+report.Dropped < report.Rows {
+		if err == nil && !opts.DryRun && report.Published < report.Rows {
 			return errUnhealthy
 		}
 		return err
 	})
-}
-
-// noted is empty for 0.
-func noted(n int64, format string) string {
-	if n == 0 {
-		return ""
-	}
-	return fmt.Sprintf(format, n)
 }

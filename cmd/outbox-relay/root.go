@@ -35,7 +35,7 @@ var errUnhealthy = errors.New("not well")
 // runs.
 func commands() []func(*cli.Settings) *cobra.Command {
 	return append(tryout(), newRun, newReady, newMigrate, newStatus, newPositions, newExplain, newVerify, newTail, newReplay,
-		newDead, newTopics, newShards, newRelays, newPublishers, newRepair, newConsumer, newParked, newKeys, newActions,
+		newDead, newTopics, newShards, newRelays, newRepair, newConsumer, newParked, newKeys, newActions,
 		newDoctor, newPrune, newVersion)
 }
 

@@ -64,12 +64,7 @@ such as a password, is an error at once.
 	cli.AddRange(flags, &r.config.TransactionMax, "transaction-max", bounds.TransactionMax, "with --exactly-once: how long a transaction gathers rows of a backlog")
 	cli.AddText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
 	cli.AddBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
-	addRoutes(flags, &r.config.Routes)
-	addRates(flags, &r.config.Rates)
-	cli.AddText(flags, "durable-horizon", 10_000, "only publish what standbys have flushed: any, names (a,b), or a number (2 of a,b,c); default: wait for none", func(text string) error {
-		r.config.DurableHorizon = text
-		return nil
-	})
+	addTopicPrefix(flags, &r.config.TopicPrefix)
 	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
 	cli.AddInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")

@@ -25,9 +25,13 @@ func newShards(s *cli.Settings) *cobra.Command {
 		Use:   "shards NUMBER",
 		Short: "Change the number of shards of a relay",
 		Long: `Change the number of shards into which a relay divides the keys. One replica at a time publishes a shard, so this is
-how many replicas can publish; each shard reads the whole outbox, so more shards than replicas gain nothing. Running
-replicas apply the change: publishing pauses for about a second, the rows of a key stay in order and nothing is lost.
-"outbox-relay positions" shows the shards.`,
+how many replicas can publish; each shard reads the whole outbox, so more shards than replicas gain nothing.
+
+Stop all replicas of the relay first, and start them afterwards. Exit status 1 while a replica is alive, or holds a lease
+that is not over: after a kill that takes up to its --lease. Every shard begins where the slowest one was, so rows that
+the others had published are published again, under the same IDs, also with --exactly-once; so is a dead row of these
+that was discarded. The rows of a key stay in order and nothing is lost. The change is recorded. "outbox-relay
+positions" shows the shards.`,
 		Args: cli.Arguments("one number", 1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			number, err := strconv.ParseInt(args[0], 10, 16)
@@ -38,18 +42,18 @@ replicas apply the change: publishing pauses for about a second, the rows of a k
 				by.Who = whoami()
 			}
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				now, err := relay.SetShards(ctx, pool, relayOperator(s, by), int16(number))
+				before, err := relay.SetShards(ctx, pool, relayOperator(s, by), int16(number))
 				switch {
 				case errors.Is(err, relay.ErrUnknownRelay):
 					return fmt.Errorf("%w: --shards of its first \"outbox-relay run\" sets the number", err)
 				case err != nil:
 					return err
 				case asJSON:
-					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"relay": s.Relay, "shards": now, "wanted": number})
-				case int64(now) == number:
-					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s\n", terminal.Plain(s.Relay), human.Count(now, "shard"))
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"relay": s.Relay, "before": before, "shards": number})
+				case int64(before) == number:
+					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s\n", terminal.Plain(s.Relay), human.Count(before, "shard"))
 				default:
-					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s, and will have %d as soon as a replica runs\n", terminal.Plain(s.Relay), human.Count(now, "shard"), number)
+					err = terminal.Say(cmd.OutOrStdout(), "relay %s had %s and has %d: start its replicas\n", terminal.Plain(s.Relay), human.Count(before, "shard"), number)
 				}
 				return err
 			})

@@ -20,6 +20,7 @@ CREATE TEMP TABLE times AS SELECT at, n FROM unnest('{-infinity, 4713-01-01 00:0
   WITH ORDINALITY AS a (at, n);
 CREATE TEMP TABLE bounded AS SELECT at, n FROM unnest('{0001-01-01+00, 9998-12-31 23:59:59.999999+00}'::timestamptz[]) WITH ORDINALITY AS a (at, n);
 CREATE FUNCTION pg_temp.id(n bigint) RETURNS uuid RETURN ('01976f00-0000-7000-8000-00000000000' || n)::uuid;
+SELECT setval('effectonce.outbox_seq_seq', 2000);
 INSERT INTO effectonce.outbox (id, topic, key, payload, created_at) SELECT pg_temp.id(n), 'TOPIC', 'k', 'row', at FROM bounded;
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1);
 INSERT INTO effectonce.outbox_scheduled (id, topic, key, payload, due_at, created_at) SELECT pg_temp.id(n), 'TOPIC', 'k', 'later', at, at FROM bounded;
@@ -40,7 +41,8 @@ INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, sta
 func TestRowsOfAnyTimeAreShown(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
-	execSQL(t, connect(t, address), strings.ReplaceAll(absurdRows, "TOPIC", topic))
+	conn := connect(t, address)
+	execSQL(t, conn, strings.ReplaceAll(absurdRows, "TOPIC", topic))
 	shown := func(commands ...[]string) {
 		t.Helper()
 		for _, command := range commands {
@@ -62,6 +64,7 @@ func TestRowsOfAnyTimeAreShown(t *testing.T) {
 		shown([]string{"dead", "show", id + n}, []string{"parked", "show", id + n}, []string{"keys", "show", "running " + n}, []string{"keys", "show", "finished " + n})
 	}
 	shown([]string{"explain", id + "1"}, []string{"explain", "running 6"})
+	execSQL(t, conn, `DELETE FROM effectonce.outbox_scheduled`)
 	drain(t, address)
 	shown([]string{"explain", id + "2"}, []string{"verify"},
 		[]string{"replay", "--topic", topic, "--from", "2000-01-01T00:00:00Z", "--why", "x", "--dry-run"})

@@ -33,7 +33,7 @@ It may run while rows are published and consumed. It waits for open Kafka transa
 names it. Rows whose records Kafka deleted by age are counted, not judged. A killed relay usually leaves duplicates,
 which consumers drop: see --allow-duplicates.
 
-Give the relay's --topic-prefix and --routes. Memory is bounded; about 60 bytes per row and record go to the directory of
+Give the relay's --topic-prefix. Memory is bounded; about 60 bytes per row and record go to the directory of
 temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong.`,
 		Example: `  outbox-relay verify --since 24h
   outbox-relay verify --topic orders --group billing --allow-duplicates --json`,
@@ -54,7 +54,7 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 	flags := cmd.Flags()
 	cli.AddDuration(flags, &opts.Since, "since", 0, 0, 10*366*24*time.Hour, "only rows and records younger than this; 0s: all")
 	cli.AddText(flags, "topic", 249, "only this topic", cli.Into(&topic))
-	addRoutes(flags, &opts.Routes)
+	addTopicPrefix(flags, &opts.TopicPrefix)
 	cli.AddText(flags, "group", 255, "also check the claims of this consumer group", cli.Into(&group))
 	cli.AddBool(flags, &opts.DuplicatesAllowed, "allow-duplicates", "report duplicate records, but accept them")
 	cli.AddInt(flags, &opts.Examples, "examples", 10, 0, 10_000, "list at most this many of each finding")
@@ -103,7 +103,6 @@ func verifyText(r *verify.Report) string {
 		text  string
 	}{
 		{r.Foreign, "records are not the relay's: they carry no message-id"},
-		{r.Dropped, "published rows were dropped by a rule of --routes"},
 		{r.Expired, "published rows are not judged: Kafka has deleted the records of their time"},
 		{r.Moved, "keys have records in several partitions, as after partitions were added: their order is judged per partition"},
 	} {

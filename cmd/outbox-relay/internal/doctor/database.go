@@ -130,7 +130,7 @@ func relayRights(schema string) []right {
 	}
 }
 
-// statusRights is what ReadStatus, the relay's metrics and Publishers need besides. They may not
+// statusRights is what ReadStatus, the relay's metrics need besides. They may not
 // read the content of parked messages.
 func statusRights() []right {
 	return []right{

@@ -16,7 +16,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/outbox"
-	"github.com/effectonce/effectonce/relay"
 )
 
 // TopicRowsMax bounds how many waiting rows, and how many dead rows, are searched for topics.
@@ -62,17 +61,15 @@ type wantedTopic struct {
 	largest int64
 }
 
-// Topics checks each topic that a waiting or a dead row names, and each to which the relay's routes
-// may send it. The topic has to exist, the largest waiting row has to fit, and the topic has to
+// Topics checks each topic that a waiting or a dead row names, with the relay's
+// prefix. The topic has to exist, the largest waiting row has to fit, and the topic has to
 // keep acknowledged records. ctx limits how long Topics waits for brokers.
-func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema string, routes relay.Routes) []Finding {
+func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema, prefix string) []Finding {
 	wanted, err := wantedTopics(ctx, db, schema)
-	if err == nil {
-		wanted, err = routed(wanted, routes)
-	}
 	if err != nil {
 		return broken("topics", err)
 	}
+	wanted = prefixed(wanted, prefix)
 	if len(wanted) == 0 {
 		return []Finding{ok("topics", "no waiting or dead row names a topic")}
 	}
@@ -287,19 +284,13 @@ func setting(config kadm.ResourceConfig, name string) (int64, bool) {
 	return 0, false
 }
 
-// routed returns the Kafka topics to which rows may go.
-func routed(wanted map[string]wantedTopic, routes relay.Routes) (map[string]wantedTopic, error) {
-	router, err := routes.Router()
-	if err != nil {
-		return nil, fmt.Errorf("routes: %w", err)
-	}
+// prefixed returns the topics under their names in Kafka.
+func prefixed(wanted map[string]wantedTopic, prefix string) map[string]wantedTopic {
 	names := map[string]wantedTopic{}
 	for topic, w := range wanted {
-		for _, name := range router.Topics(topic) {
-			names[name] = wantedTopic{largest: max(w.largest, names[name].largest)}
-		}
+		names[prefix+topic] = w
 	}
-	return names, nil
+	return names
 }
 
 func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[string]wantedTopic, error) {

@@ -17,7 +17,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/relay"
 )
 
 const insertSQL = "INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, convert_to(repeat('x', $2), 'UTF8'))"
@@ -36,7 +35,7 @@ func byCheck(findings []doctor.Finding, topic string) []doctor.Finding {
 func topics(t *testing.T, conn *pgx.Conn) []doctor.Finding {
 	t.Helper()
 	admin := kadm.NewClient(kafkatest.Client(t))
-	return doctor.Topics(t.Context(), conn, admin, "effectonce", relay.Routes{})
+	return doctor.Topics(t.Context(), conn, admin, "effectonce", "")
 }
 
 // Every topic that a waiting or a dead row names is checked, and what would stop a row is a failure
@@ -121,7 +120,7 @@ func TestReplicasInSyncAreJudged(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, created.Err)
 		exec(t, conn, insertSQL, name, 1)
-		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce", relay.Routes{}), name))
+		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce", ""), name))
 		assert.Equal(t, c.severity, f.Severity, name)
 		assert.Contains(t, f.Message, c.text)
 	}
@@ -191,7 +190,7 @@ func TestTopicsThatAreNotAllowed(t *testing.T) {
 	for _, topic := range []string{"open", "secret", "read-only", "closed-settings"} {
 		exec(t, conn, insertSQL, topic, 1)
 	}
-	findings := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs())), "effectonce", relay.Routes{})
+	findings := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs())), "effectonce", "")
 	for topic, want := range map[string]struct {
 		severity doctor.Severity
 		remedy   string
@@ -206,17 +205,14 @@ func TestTopicsThatAreNotAllowed(t *testing.T) {
 	}
 }
 
-// With routes, the topics of Kafka count into which rows may go.
-func TestTopicsBehindRoutesAreChecked(t *testing.T) {
+// With a prefix, the topics of Kafka count.
+func TestTopicsBehindAPrefixAreChecked(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
 	name := kafkatest.UnusedTopic(t)
 	kafkatest.CreateTopic(t, "p-"+name, 1)
 	exec(t, conn, insertSQL, name, 1)
-	found := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce", relay.Routes{
-		Prefix: "p-", Rules: []relay.Rule{{Header: "region", Value: "eu", To: name + "-eu"}},
-	})
+	found := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce", "p-")
 	require.Empty(t, byCheck(found, name))
 	require.NotEqual(t, doctor.Fail, only(t, byCheck(found, "p-"+name)).Severity)
-	require.Contains(t, only(t, byCheck(found, "p-"+name+"-eu")).Message, "does not exist")
 }

@@ -53,7 +53,7 @@ func (s *Status) judgeDead(r RelayStatus) {
 	stopped := slices.ContainsFunc(s.PausedTopics, func(p PausedTopic) bool { return p.Relay == r.Relay })
 	switch {
 	case dead == 0:
-	// They wait for the rate of their topic
+	// The pause has ended: they are published by themselves.
 	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead:
 	case paused > 0 && paused+r.Dead["behind"] == dead:
 		s.problem(r, "%s of paused topics in outbox_dead: \"outbox-relay topics resume\" publishes them, \"topics list\" shows the topics", human.Count(dead, "row"))

@@ -300,19 +300,3 @@ func inSchema(sql, schema string) string { return migrations.InSchema(sql, schem
 // is behind".
 const sequencesSQL = `-- doctor.sequences
 SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state(0, 0)`
-
-const publishersReadableSQL = `-- doctor.publishers_readable
-SELECT pg_catalog.has_table_privilege('effectonce.outbox_publishers', 'SELECT')`
-
-// publishersSQL counts the lists, and finds the tables whose inserts nothing checks, the roles of
-// lists that do not exist, and those that a list does not limit.
-const publishersSQL = `-- doctor.publishers
-SELECT (SELECT count(*) FROM effectonce.outbox_publishers),
-  ARRAY(SELECT looked.at::text FROM (
-      SELECT tree.relid FROM pg_catalog.pg_partition_tree('effectonce.outbox'::regclass) tree UNION ALL SELECT 'effectonce.outbox_scheduled'::regclass) AS looked (at)
-    WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_trigger t
-      WHERE t.tgrelid = looked.at::oid AND t.tgname = 'outbox_topic_allowed'::name AND t.tgenabled <> 'D'::"char") ORDER BY looked.at::text),
-  ARRAY(SELECT p.role::text FROM effectonce.outbox_publishers p
-    WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_roles r WHERE r.rolname = p.role) ORDER BY p.role),
-  ARRAY(SELECT p.role::text FROM effectonce.outbox_publishers p JOIN pg_catalog.pg_roles r ON r.rolname = p.role
-    WHERE pg_catalog.has_table_privilege(r.oid, 'effectonce.outbox', 'UPDATE') ORDER BY p.role)`

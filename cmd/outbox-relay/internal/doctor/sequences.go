@@ -38,7 +38,7 @@ func Sequences(ctx context.Context, db operator.Querier, schema string) []Findin
 		return broken(check, err)
 	}
 	if behind != "" {
-		return []Finding{fail(check, repairCommand+"   # as an operator, or as the owner of the tables; a relay whose role has the right does it automatically", "%s", behind)}
+		return []Finding{fail(check, repairCommand+"   # as an operator, or as the owner of the tables", "%s", behind)}
 	}
 	return []Finding{ok(check, "no number is given twice")}
 }

@@ -34,7 +34,6 @@ type Metrics struct {
 	registry *prometheus.Registry
 
 	dispatched    *prometheus.CounterVec // by topic
-	dropped       *prometheus.CounterVec // by topic
 	lag           prometheus.Observer
 	dead          *prometheus.CounterVec // by reason
 	leases        prometheus.Counter
@@ -84,7 +83,6 @@ func New(cfg Config) *Metrics {
 		m.truncateWaits.WithLabelValues(strconv.Itoa(slot))
 	}
 	m.registry.MustRegister(m.truncateWaits)
-	m.dropped = vector("effectonce_outbox_messages_dropped_total", "Rows that a routing rule of this replica dropped, including repetitions.", "topic")
 	m.leases = counter("effectonce_outbox_lease_changes_total", "Shards that this replica took, released or lost.", name)
 	m.interruptions = counter("effectonce_outbox_interruptions_total", "Times that this replica had to start over from its stored progress.", name)
 	m.errors = counter("effectonce_outbox_metrics_errors_total", "Failed readings of a group of gauges from the database.", nil)
@@ -120,7 +118,6 @@ func (m *Metrics) Hooks() relay.Hooks {
 	return relay.Hooks{
 		Delivered:   m.delivered,
 		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
-		Dropped:     func(topic string) { m.dropped.WithLabelValues(topic).Inc() },
 		Lease:       m.lease,
 		Interrupted: func(error) { m.interruptions.Inc() },
 		TruncateWaits: func(slot int16, waiting time.Duration) {

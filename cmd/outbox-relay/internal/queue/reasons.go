@@ -38,7 +38,7 @@ func deadReasons() []reason {
 		{"refused", Advice{"Kafka refused the record", "correct what the error names (a policy of the topic), then retry; else discard"}},
 		{"bad_headers", Advice{"the column headers is not in the documented form", "fix the column headers of its row in outbox_dead, then retry: the row keeps its place in the order; else discard"}},
 		{"bad_partition", Advice{"the partition that the row asks for does not exist, or is not a number", "add partitions to the topic, or correct the header effectonce-partition of its row in outbox_dead, then retry; else discard"}},
-		{"paused", Advice{"its topic is paused, or has more rows than its rate", "resume the topic: its rows are then published automatically, in order; rows above a rate need no action"}},
+		{"paused", Advice{"its topic is paused", "resume the topic: its rows are then published automatically, in order"}},
 		{"behind", Advice{"an earlier row of its key is dead", "nothing: it follows when the first one is retried or discarded"}},
 	}
 }

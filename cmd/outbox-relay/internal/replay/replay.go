@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -19,7 +18,6 @@ import (
 	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
-	"github.com/effectonce/effectonce/relay"
 )
 
 // Limits on what is in memory, sent to the brokers and read by one statement: a number of rows, and
@@ -34,8 +32,8 @@ type Options struct {
 	Schema, Relay string
 	From, To      Bound
 	Topic         *string // nil: all
-	ToTopic       *string // destination; nil: as Routes decide
-	Routes        relay.Routes
+	ToTopic       *string // destination; nil: TopicPrefix and the row's topic
+	TopicPrefix   string
 	DryRun        bool
 	By            operator.By
 	// Progress is called with the number of published rows. Optional.
@@ -81,7 +79,6 @@ func (b Bound) args(ctx context.Context, db DB, sql string) (at *time.Time, snap
 type Report struct {
 	Rows      int64 `json:"rows"` // that could be published
 	Published int64 `json:"published"`
-	Dropped   int64 `json:"dropped"` // by a rule of Routes
 	DryRun    bool  `json:"dry_run"`
 }
 
@@ -96,7 +93,7 @@ type DB interface {
 // error, what was published stays published; it is safe to run it again, since consumers recognise
 // the IDs. kafka has the options to reach the brokers; a dry run needs none.
 //
-// Rows may leave the outbox during the run: then Published and Dropped add up to less than Rows.
+// Rows may leave the outbox during the run: then Published is less than Rows.
 func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, error) {
 	in := func(sql string) string { return migrations.InSchema(sql, opts.Schema) }
 	report := &Report{DryRun: opts.DryRun}
@@ -123,10 +120,6 @@ func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, er
 	if opts.DryRun || report.Rows == 0 {
 		return report, nil
 	}
-	router, err := opts.Routes.Router()
-	if err != nil {
-		return report, fmt.Errorf("routes: %w", err)
-	}
 	sender, err := newSender(kafka)
 	if err != nil {
 		return report, err
@@ -144,7 +137,7 @@ func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, er
 	if _, err := db.Exec(ctx, in(noteSQL), opts.By.Who, opts.By.Why, string(subject)); err != nil {
 		return report, fmt.Errorf("record the replay: %w", err)
 	}
-	return report, report.publish(ctx, db, sender, in(pageSQL), args, place{router: router, toTopic: opts.ToTopic}, opts.Progress)
+	return report, report.publish(ctx, db, sender, in(pageSQL), args, place{prefix: opts.TopicPrefix, toTopic: opts.ToTopic}, opts.Progress)
 }
 
 func (r *Report) publish(ctx context.Context, db DB, sender *sender, sql string, args []any, to place, progress func(rows int64)) error {
@@ -155,9 +148,6 @@ func (r *Report) publish(ctx context.Context, db DB, sender *sender, sql string,
 		if err != nil || len(rows) == 0 {
 			return err
 		}
-		last, read := rows[len(rows)-1].seq, len(rows)
-		rows = slices.DeleteFunc(rows, func(r row) bool { return r.record == nil })
-		r.Dropped += int64(read - len(rows))
 		published, err := sender.send(ctx, rows)
 		r.Published += published
 		if err != nil {
@@ -166,15 +156,15 @@ func (r *Report) publish(ctx context.Context, db DB, sender *sender, sql string,
 		if progress != nil {
 			progress(r.Published)
 		}
-		after = last
+		after = rows[len(rows)-1].seq
 		// Reading more would be wasted: the next page would drop it
-		limit = min(2*read, pageRowsMax)
+		limit = min(2*len(rows), pageRowsMax)
 	}
 }
 
 // place is the destination of rows.
 type place struct {
-	router  *relay.Router
+	prefix  string
 	toTopic *string
 	maker   *record.Maker
 }
@@ -202,7 +192,6 @@ func page(ctx context.Context, db DB, sql string, args []any, to place) ([]row, 
 	return rows, nil
 }
 
-// scan returns a row without a record if a rule drops it.
 func scan(result pgx.Rows, to place) (r row, err error) {
 	var topic, headers string
 	var key, payload []byte
@@ -215,14 +204,11 @@ func scan(result pgx.Rows, to place) (r row, err error) {
 		// It may have been fixed in outbox_dead: the outbox keeps the row as it was written.
 		return r, fmt.Errorf("row %d (id %s) cannot be published as it is in the outbox: end the replay before this row and continue behind it: %w", r.seq, r.id, err)
 	}
-	topic, dropped := to.router.Topic(topic, own)
-	if dropped && to.toTopic == nil {
-		return r, nil
-	}
 	own, partition, err := record.TakePartition(own)
 	if err != nil {
 		return r, fmt.Errorf("row %d (id %s) cannot be published as it is in the outbox: end the replay before this row and continue behind it: %w", r.seq, r.id, err)
 	}
+	topic = to.prefix + topic
 	if to.toTopic != nil { // it may have fewer
 		topic, partition = *to.toTopic, nil
 	}

@@ -9,11 +9,11 @@ const sinceSQL = `-- verify.since
 SELECT clock_timestamp(), clock_timestamp() - $1::interval`
 
 // rowsSQL reads a page of the outbox in the order of seq, from behind $7. The page is cut before
-// the join, so that the planner cannot sort the table for it. $11: return the headers, for routes;
-// headers that ask for a partition are always returned.
+// the join, so that the planner cannot sort the table for it. It returns only headers that ask for a
+// partition.
 const rowsSQL = `-- verify.rows
 WITH ` + inspect.CutCTE + `
-SELECT o.seq, o.id, o.topic, o.key, o.created_at, CASE WHEN $11::bool OR pg_catalog.strpos(o.headers::text, 'effectonce-partition'::text) OPERATOR(pg_catalog.>) 0 THEN o.headers::text END AS headers_text, ` + inspect.CutPublished + `
+SELECT o.seq, o.id, o.topic, o.key, o.created_at, CASE WHEN pg_catalog.strpos(o.headers::text, 'effectonce-partition'::text) OPERATOR(pg_catalog.>) 0 THEN o.headers::text END AS headers_text, ` + inspect.CutPublished + `
 FROM (
   SELECT * FROM effectonce.outbox
   WHERE seq > $7 AND ($8::timestamptz IS NULL OR created_at >= $8) AND ($9::text[] IS NULL OR topic = ANY ($9))

@@ -51,10 +51,8 @@ func (r *run) begin(ctx context.Context) error {
 		}
 	}
 	for _, topic := range r.Topics {
-		for _, name := range r.router.Topics(topic) {
-			if _, err := r.number(ctx, name); err != nil {
-				return err
-			}
+		if _, err := r.number(ctx, r.TopicPrefix+topic); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -64,7 +62,7 @@ func (r *run) begin(ctx context.Context) error {
 func (r *run) readRows(ctx context.Context) error {
 	var last int64
 	for {
-		rows, err := r.db.Query(ctx, inSchema(rowsSQL, r.Schema), r.cut.Args(last, r.report.Since, r.Topics, pageRows, len(r.Routes.Rules) > 0)...)
+		rows, err := r.db.Query(ctx, inSchema(rowsSQL, r.Schema), r.cut.Args(last, r.report.Since, r.Topics, pageRows)...)
 		if err != nil {
 			return fmt.Errorf("read the outbox: %w", err)
 		}
@@ -77,12 +75,8 @@ func (r *run) readRows(ctx context.Context) error {
 		_, err = pgx.ForEachRow(rows, []any{&item.Seq, &item.ID, &topic, &key, &created, &headers, &item.Published}, func() (err error) {
 			n++
 			last = item.Seq
-			item.Partition = -1
-			topic, dropped := r.route(topic, headers, &item.Partition)
-			if dropped && item.Published {
-				r.report.Rows, r.report.Published, r.report.Dropped = r.report.Rows+1, r.report.Published+1, r.report.Dropped+1
-				return nil
-			}
+			item.Partition = partitionAsked(headers)
+			topic := r.TopicPrefix + topic
 			if item.Topic, err = r.number(ctx, topic); err != nil {
 				return err
 			}
@@ -98,17 +92,17 @@ func (r *run) readRows(ctx context.Context) error {
 	}
 }
 
-// route returns the topic of a row, and the partition that it asks for. A row whose headers cannot
-// be read is dead, whatever its topic.
-func (r *run) route(topic string, headers *string, asked *int32) (name string, dropped bool) {
-	var decoded []outbox.Header
-	if headers != nil {
-		decoded, _ = outbox.DecodeHeaders([]byte(*headers))
+// partitionAsked returns the partition that a row asks for, or -1. A row whose headers cannot be
+// read is dead.
+func partitionAsked(headers *string) int32 {
+	if headers == nil {
+		return -1
 	}
+	decoded, _ := outbox.DecodeHeaders([]byte(*headers))
 	if _, p, err := recordof.TakePartition(decoded); err == nil && p != nil {
-		*asked = *p
+		return *p
 	}
-	return r.router.Topic(topic, decoded)
+	return -1
 }
 
 func (r *run) addRow(item rowItem, topic string, key []byte, created time.Time) error {

@@ -14,7 +14,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
-	"github.com/effectonce/effectonce/relay"
 )
 
 // Options are the options of Run.
@@ -27,8 +26,8 @@ type Options struct {
 	Since time.Duration
 	// Topics to check, as rows name them. Default: all that rows name.
 	Topics []string
-	// Routes of the relay. Default: each row goes into the topic that it names.
-	Routes relay.Routes
+	// TopicPrefix of the relay.
+	TopicPrefix string
 	// Examples is how many examples of each finding are reported.
 	Examples int
 	// DuplicatesAllowed: duplicate records are counted, but do not make the report not well.
@@ -58,8 +57,6 @@ type Report struct {
 	// Expired counts published rows that are in no topic, and were written before the first record
 	// that the topic still has: Kafka may have deleted them.
 	Expired int64 `json:"expired"`
-	// Dropped counts published rows that a rule of Routes drops.
-	Dropped int64 `json:"dropped"`
 	// Unchecked is what could not be checked. Then the report is not well: a run that checks
 	// nothing finds nothing.
 	Unchecked []string `json:"unchecked"`
@@ -114,7 +111,6 @@ type run struct {
 	now         time.Time
 	claims      *claims
 
-	router  *relay.Router
 	numbers map[string]int32 // of topics
 	names   []string
 	extents map[string]topicscan.Extent
@@ -132,17 +128,13 @@ type partition struct{ topic, partition int32 }
 
 // Run compares the outbox with the topics, and the topics with the claims. It changes nothing.
 func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Options) (_ *Report, err error) {
-	router, err := opts.Routes.Router()
-	if err != nil {
-		return nil, fmt.Errorf("routes: %w", err)
-	}
 	dir, err := os.MkdirTemp("", "outbox-relay-verify-")
 	if err != nil {
 		return nil, fmt.Errorf("create a directory for temporary files: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	r := &run{
-		Options: opts, router: router, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
+		Options: opts, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
 		first: map[partition]int64{}, before: map[int32]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
 	}

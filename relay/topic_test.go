@@ -1,12 +1,9 @@
 package relay_test
 
 import (
-	"bytes"
 	"context"
 	"fmt"
-	"log/slog"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -24,88 +21,133 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: each row goes where the first matching rule sends it, with the prefix. A dropped row is
-// counted and logged, holds nothing up and is not published.
-func TestRowsGoWhereRulesSendThem(t *testing.T) {
+// Property: each row goes where Config.Topic sends it, with the prefix. A row that it does not
+// publish is counted and holds nothing up. A name that Kafka does not take makes the row dead.
+func TestRowsGoWhereTopicSendsThem(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "eu.orders", "eu.vip", "eu.acme.events", "eu.plain"))
-		var said bytes.Buffer
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "eu.orders", "eu.vip"))
 		dropped := map[string]int{}
 		cfg := relay.Config{
-			ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil)),
-			Hooks: relay.Hooks{Dropped: func(topic string) { dropped[topic]++ }},
-			Routes: relay.Routes{Prefix: "eu.", Rules: []relay.Rule{
-				{Topic: "orders", Header: "test", Value: "true|1", Drop: true},
-				{Topic: "orders", Header: "tier", Value: "gold", To: "vip"},
-				{Topic: `(\w+)\.events`, To: "$1.events"},
-				{Topic: "noise.*", Drop: true},
-				{Topic: "orders"},
-				{Topic: "orders", To: "never"},
-			}},
+			ExactlyOnce: exactly, TopicPrefix: "eu.", Hooks: relay.Hooks{Dropped: func(topic string) { dropped[topic]++ }},
+			Topic: func(row relay.Message) (string, bool) {
+				switch tier := tierOf(row); {
+				case row.Topic == "noise":
+					return "", false
+				case string(row.Key) == "bad":
+					return "no name", true
+				case tier == "gold":
+					return "vip", true
+				}
+				return row.Topic, true
+			},
 		}
-		for _, row := range [][2]string{
-			{"orders", `{}`},
-			{"orders", `{"tier": "gold"}`},
-			{"orders", `{"test": true, "tier": "gold"}`},
-			{"orders", `{"tier": ["silver", "gold"]}`},
-			{"orders", `{"tier": "golden"}`},
-			{"acme.events", `{}`},
-			{"plain", `{}`},
-			{"noise-1", `{}`},
-			{"noise-1", `{}`},
+		for _, row := range [][3]string{
+			{"orders", "k", `{}`},
+			{"orders", "k", `{"tier": "gold"}`},
+			{"noise", "k", `{}`},
+			{"orders", "k", `{"tier": "tin"}`},
+			{"noise", "k", `{}`},
+			{"orders", "bad", `{}`},
+			{"orders", "l", `{"tier": {}}`},
 		} {
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', convert_to($1 || $2, 'UTF8'), $2::jsonb)`, row[0], row[1])
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, convert_to($2, 'UTF8'), convert_to($3, 'UTF8'), $3::jsonb)`, row[0], row[1], row[2])
 		}
 		r := relayAt(t, pool, fake, cfg)
-		require.EqualValues(t, 6, drain(t, r))
+		require.EqualValues(t, 3, drain(t, r))
 		require.Zero(t, drain(t, r), "progress is behind all of them")
-		require.Zero(t, dead(t, pool))
-		for topic, want := range map[string][]string{
-			"eu.orders": {`orders{}`, `orders{"tier": "golden"}`}, "eu.vip": {`orders{"tier": "gold"}`, `orders{"tier": ["silver", "gold"]}`},
-			"eu.acme.events": {`acme.events{}`}, "eu.plain": {`plain{}`},
-		} {
-			require.Equal(t, want, valuesAt(t, fake, topic), topic)
-		}
-		require.Equal(t, map[string]int{"orders": 1, "noise-1": 2}, dropped)
-		require.Equal(t, 2, strings.Count(said.String(), "a rule drops rows"), "once for each topic")
+		require.Equal(t, []string{"refused", "bad_headers"}, deadReasons(t, pool))
+		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE key = 'bad'`), `Config.Topic returned "eu.no name"`)
+		require.Equal(t, []string{"{}", `{"tier": "tin"}`}, valuesAt(t, fake, "eu.orders"))
+		require.Equal(t, []string{`{"tier": "gold"}`}, valuesAt(t, fake, "eu.vip"))
+		require.Equal(t, map[string]int{"noise": 2}, dropped)
 	})
 }
 
-// Property: names that people use are those of the outbox, with dead rows, pauses and what waits
-// for a topic in Kafka; a row that waits goes where rules send it then, also to nowhere, and what
-// is behind it follows.
-func TestRoutedRowsWait(t *testing.T) {
+func tierOf(row relay.Message) string {
+	for _, h := range row.Headers {
+		if h.Name == "tier" {
+			return string(h.Value)
+		}
+	}
+	return ""
+}
+
+// Property: a panic of Config.Topic ends Run, with an error that names the row. No row is lost or
+// passed: a relay without the panic publishes all of them in their order.
+func TestPanicOfTopicEndsRun(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		for n := range 3 {
+			insert(t, pool, "orders", "k", fmt.Sprint(n))
+		}
+		cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 1, Topic: func(row relay.Message) (string, bool) {
+			if string(row.Payload) == "1" {
+				panic("no tenant")
+			}
+			return row.Topic, true
+		}}
+		err := relayAt(t, pool, fake, cfg).Run(t.Context())
+		require.ErrorContains(t, err, `Config.Topic panicked on the row with seq 2`)
+		require.ErrorContains(t, err, "no tenant")
+		require.Zero(t, dead(t, pool))
+		cfg.Topic = nil
+		drain(t, relayAt(t, pool, fake, cfg))
+		require.Equal(t, []string{"0", "1", "2"}, slices.Compact(valuesAt(t, fake, "orders")))
+	})
+}
+
+// Property: names that people use are those of the outbox, with dead rows and what waits for a
+// topic in Kafka; a row that waits goes where Config.Topic sends it then, also to nowhere, and what
+// is behind it follows. Rows that waited before a restart are found again.
+func TestRowsWaitForTheirChosenTopic(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "eu.orders"))
-		rules := []relay.Rule{{Topic: "orders", Header: "tier", Value: "gold", To: "vip"}, {Topic: "orders", Header: "tier", Value: "lead", To: "lead"}}
-		cfg := relay.Config{ExactlyOnce: exactly, Routes: relay.Routes{Prefix: "eu.", Rules: rules}}
+		cfg := relay.Config{ExactlyOnce: exactly, TopicPrefix: "eu.", Topic: func(row relay.Message) (string, bool) {
+			if tier := tierOf(row); tier != "none" {
+				return tier, true
+			}
+			return row.Topic, true
+		}}
 		put := func(key, value, tier string) {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', convert_to($1, 'UTF8'), convert_to($2, 'UTF8'), jsonb_build_object('tier', $3::text))`, key, value, tier)
 		}
-		put("a", "a1", "gold")
+		put("a", "a1", "vip")
 		put("b", "b1", "lead")
 		put("c", "c1", "none")
 		put("a", "a2", "none")
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan error, 1)
-		r := relayAt(t, pool, fake, cfg)
-		go func() { done <- r.Run(ctx) }()
-		testwait.True(t, "one flows, the others wait", func() bool { return len(valuesAt(t, fake, "eu.orders")) == 1 && dead(t, pool) == 3 })
-		require.Equal(t, []string{"unknown_topic", "unknown_topic", "behind"}, deadReasons(t, pool))
+		put("d", "d1", "late")
+		run := func() (stop func()) {
+			ctx, cancel := context.WithCancel(t.Context())
+			done := make(chan error, 1)
+			r := relayAt(t, pool, fake, cfg)
+			go func() { done <- r.Run(ctx) }()
+			return func() { cancel(); require.NoError(t, <-done) }
+		}
+		stop := run()
+		testwait.True(t, "one flows, the others wait", func() bool { return len(valuesAt(t, fake, "eu.orders")) == 1 && dead(t, pool) == 4 })
 		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE convert_from(payload, 'UTF8') = 'a1'`), `"eu.vip" does not exist`)
 		createAt(t, fake, "eu.vip")
-		testwait.True(t, "what waits for that topic follows, with what is behind", func() bool { return dead(t, pool) == 1 && len(valuesAt(t, fake, "eu.orders")) == 2 })
+		testwait.True(t, "what waits for that topic follows, with what is behind", func() bool { return dead(t, pool) == 2 && len(valuesAt(t, fake, "eu.orders")) == 2 })
 		require.Equal(t, []string{"a1"}, valuesAt(t, fake, "eu.vip"))
 		require.Equal(t, []string{"c1", "a2"}, valuesAt(t, fake, "eu.orders"))
 		stop()
-		require.NoError(t, <-done)
+		stop = run()
+		createAt(t, fake, "eu.late")
+		testwait.True(t, "what waited before a restart follows", func() bool { return dead(t, pool) == 1 && len(valuesAt(t, fake, "eu.late")) == 1 })
+		stop()
 
 		put("b", "b2", "none")
-		cfg.Routes.Rules = []relay.Rule{{Topic: "orders", Header: "tier", Value: "lead", Drop: true}}
+		choose := cfg.Topic
+		cfg.Topic = func(row relay.Message) (string, bool) {
+			topic, _ := choose(row)
+			return topic, topic != "lead"
+		}
 		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
 		drain(t, relayAt(t, pool, fake, cfg))
 		require.Zero(t, dead(t, pool))
@@ -117,57 +159,6 @@ func createAt(t *testing.T, fake *kfake.Cluster, topic string) {
 	t.Helper()
 	_, err := kafkaAdmin(t, fake).CreateTopic(t.Context(), 1, 1, nil, topic)
 	require.NoError(t, err)
-}
-
-// Property: rules and rates that cannot work are refused at the start, all at once, with the field
-// and the bound.
-func TestRoutesAreChecked(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	_, err := relay.New(pool, nil, relay.Config{
-		Routes: relay.Routes{Prefix: "a/", Rules: []relay.Rule{
-			{Topic: "(", To: "b"},
-			{Header: "h", Value: "[", To: "b"},
-			{Value: "v", To: "b"},
-			{Topic: "a", To: "b", Drop: true},
-			{Drop: true},
-			{Topic: "(a)", To: "$2"},
-			{Topic: "(?P<n>a)", To: "${m}"},
-			{Topic: "(a)", To: "$1b"},
-			{Topic: "a", To: "b c"},
-			{Topic: strings.Repeat("a", 2000), To: "b"},
-		}},
-		Rates: map[string]float64{"a": 0, "b": 2_000_000, "c d": 1},
-	})
-	require.Error(t, err)
-	for _, problem := range []string{
-		`Routes.Prefix "a/"`, `Rules[0]: Topic "("`, `Rules[1]: Value "["`, `Rules[2]: Value without Header`, `Rules[3]: Drop and To "b"`, `Rules[4]: Drop of all rows`,
-		`Rules[5]: To "$2": Topic "(a)" has no group "2"`, `Rules[6]: To "${m}"`, `Rules[7]: To "$1b": Topic "(a)" has no group "1b"; write ${1} before letters and digits`,
-		`Rules[8]: To "b c"`, `Rules[9]: Topic has 2000 bytes: want at most 1000`, `Rates["a"] 0: want above 0`, `Rates["b"] 2e+06`, `Rates["c d"]: want the name of a topic`,
-	} {
-		require.ErrorContains(t, err, problem)
-	}
-	_, err = relay.New(pool, nil, relay.Config{Routes: relay.Routes{Prefix: "eu.", Rules: []relay.Rule{{Topic: `(?P<team>\w+)-(.*)`, To: "${team}.$2"}}}})
-	require.NoError(t, err)
-}
-
-// Property: the form of the command line is read as it is documented, and what is not of that form
-// is refused.
-func TestParseRule(t *testing.T) {
-	t.Parallel()
-	for text, want := range map[string]relay.Rule{
-		`topic=a\.(.*);to=b.$1`:                     {Topic: `a\.(.*)`, To: "b.$1"},
-		`topic=a; header=tenant; value=x=y|z; drop`: {Topic: "a", Header: "tenant", Value: "x=y|z", Drop: true},
-		`header=h;keep`:                             {Header: "h"},
-	} {
-		rule, err := relay.ParseRule(text)
-		require.NoError(t, err, text)
-		require.Equal(t, want, rule)
-	}
-	for _, text := range []string{"", "topic=a", "topic=a;to=", "topic=a;drop;keep", "topic=a;drop=1", "name=a;drop", "topic=a;to=b;;"} {
-		_, err := relay.ParseRule(text)
-		require.Error(t, err, text)
-	}
 }
 
 // Property: a row that asks for a partition which was just added is published, by a relay that knew

@@ -1,0 +1,251 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Property: between runs of a relay the number of its shards changes, with rows that wait,
+// transactions that are open across the change, and dead rows: nothing is lost, and the rows of a
+// key stay in order. Row O5 of guarantees.md.
+func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(3, "orders"))
+		const keys = 12
+		want := map[string][]string{}
+		write := func(what string) {
+			for k := range keys {
+				key := fmt.Sprint("k", k)
+				insert(t, pool, "orders", key, what+key)
+				want[key] = append(want[key], what+key)
+				insert(t, pool, "missing", key, what+key)
+			}
+		}
+		var open pgx.Tx
+		begin := func(key string) {
+			var err error
+			open, err = pool.Begin(t.Context())
+			require.NoError(t, err)
+			_, err = open.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', $1, $1)`, []byte(key))
+			require.NoError(t, err)
+			want[key] = append(want[key], key)
+		}
+		published := func() {
+			t.Helper()
+			_, err := relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}).Drain(t.Context())
+			require.NoError(t, err)
+		}
+		change := func(from, to int16) {
+			t.Helper()
+			before, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, to)
+			require.NoError(t, err)
+			require.Equal(t, from, before)
+			require.Equal(t, []int16{to, to}, one[[]int16](t, pool, `SELECT ARRAY[count(*)::int2, max(shards)] FROM effectonce.outbox_progress_now`))
+		}
+		write("first ")
+		published()
+		begin("open across the first")
+		write("waits ")
+		change(1, 4)
+		require.NoError(t, open.Commit(t.Context()))
+		published()
+		begin("open across the second")
+		write("second ")
+		published() // the shards' floors stay behind
+		write("third ")
+		// Two of the shards get ahead.
+		must(t, pool, `UPDATE effectonce.outbox_progress SET owner = 'another', lease_until = 'infinity' WHERE shard > 1`)
+		_, err := relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}).Drain(t.Context())
+		require.ErrorIs(t, err, relay.ErrLeaseHeld)
+		must(t, pool, `UPDATE effectonce.outbox_progress SET owner = NULL, lease_until = NULL`)
+		change(4, 2)
+		published()
+		require.NoError(t, open.Commit(t.Context()))
+		write("last ")
+		published()
+		for key, values := range want {
+			require.Equal(t, values, distinctInOrder(keyedAt(t, fake, "orders", key)), key)
+		}
+		require.Equal(t, 5*keys, dead(t, pool), "each dead row once")
+		createAt(t, fake, "missing")
+		testwait.True(t, "dead rows are published", func() bool { published(); return dead(t, pool) == 0 })
+		for k := range keys {
+			key := fmt.Sprint("k", k)
+			require.Equal(t, []string{"first " + key, "waits " + key, "second " + key, "third " + key, "last " + key}, distinctInOrder(keyedAt(t, fake, "missing", key)), key)
+		}
+		require.Equal(t, "[1,4] [4,2]", one[string](t, pool,
+			`SELECT string_agg('[' || (subject->>'before') || ',' || (subject->>'shards') || ']', ' ' ORDER BY seq) FROM (SELECT *, row_number() OVER (ORDER BY "when") AS seq FROM effectonce.operator_actions WHERE what = 'relay.shards') a`))
+	})
+}
+
+// Property: while a replica runs, or a lease is not over, the number of shards does not change, and
+// the error names who runs. Bad arguments are refused.
+func TestShardsOfARunningRelayAreRefused(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	ana := relay.Operator{Who: "ana", Why: "test"}
+	stop := running(t, pool, relay.Config{Owner: "first", Shards: 2})
+	testwait.True(t, "the shards are taken", func() bool {
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 2
+	})
+	_, err := relay.SetShards(ctx, pool, ana, 3)
+	require.ErrorIs(t, err, relay.ErrRelayRuns)
+	require.ErrorContains(t, err, "stop the relays first (first)")
+	stop()
+	must(t, pool, `UPDATE effectonce.outbox_progress SET owner = 'killed', lease_until = clock_timestamp() + interval '1 hour' WHERE shard = 1`)
+	_, err = relay.SetShards(ctx, pool, ana, 3)
+	require.ErrorContains(t, err, "stop the relays first (killed)")
+	require.Equal(t, []int{2, 2, 0}, one[[]int](t, pool, `SELECT ARRAY[(SELECT shards FROM effectonce.outbox_relays), (SELECT count(*) FROM effectonce.outbox_progress),
+		(SELECT count(*) FROM effectonce.operator_actions)]`))
+	must(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp()`)
+	before, err := relay.SetShards(ctx, pool, ana, 3)
+	require.NoError(t, err)
+	require.EqualValues(t, 2, before)
+	before, err = relay.SetShards(ctx, pool, ana, 3)
+	require.NoError(t, err)
+	require.EqualValues(t, 3, before)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Relay: "never", Who: "ana", Why: "test"}, 1)
+	require.ErrorIs(t, err, relay.ErrUnknownRelay)
+	_, err = relay.SetShards(ctx, pool, ana, 257)
+	require.ErrorContains(t, err, "want 1 to 256")
+}
+
+// Property: a replica that was frozen while the number of shards changed, and still counts on its
+// lease, stores neither progress nor dead rows, and continues with the new shards. Rows O5, O13 of
+// guarantees.md.
+func TestHolderOfBeforeTheChangeStoresNothing(t *testing.T) {
+	t.Parallel()
+	for _, statement := range []string{"-- relay.advance", "-- relay.move_to_dead"} {
+		t.Run(statement, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+				var once sync.Once
+				var epoch atomic.Int64
+				change := func(ctx context.Context) {
+					once.Do(func() {
+						meddle(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 second'; UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp()`)(ctx)
+						_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+						if err != nil {
+							t.Error(err)
+						}
+						var begun int64
+						if err := pool.QueryRow(ctx, `SELECT max(epoch) FROM effectonce.outbox_progress`).Scan(&begun); err != nil {
+							t.Error(err)
+						}
+						epoch.Store(begun)
+					})
+				}
+				for i := range 20 {
+					insert(t, pool, "orders", fmt.Sprint("k", i%5), fmt.Sprint(i))
+				}
+				insert(t, pool, "missing", "k", "dead")
+				runAt(t, traced(t, pool, &between{statement, change}), fake, relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
+				testwait.True(t, "all is published", func() bool {
+					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == 20 && dead(t, pool) == 1 &&
+						one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 3
+				})
+				require.Greater(t, one[int64](t, pool, `SELECT min(epoch) FROM effectonce.outbox_progress_now`), epoch.Load()-1)
+				require.Zero(t, one[int](t, pool, fmt.Sprint(`SELECT count(*) FROM effectonce.outbox_advances WHERE epoch BETWEEN 0 AND `, epoch.Load()-1)), "chains of before")
+				for k := range 5 {
+					require.Equal(t, []string{fmt.Sprint(k), fmt.Sprint(k + 5), fmt.Sprint(k + 10), fmt.Sprint(k + 15)}, distinctInOrder(keyedAt(t, fake, "orders", fmt.Sprint("k", k))))
+				}
+			})
+		})
+	}
+}
+
+// Property: new shards begin with the lowest floor, at the earliest snapshot, whatever numbers the
+// ticks have, with a later epoch than any of the old ones and with what all of them published. Rows
+// O5, O13, O22 of guarantees.md.
+func TestNewShardsBeginAtTheEarliestPosition(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	ana := relay.Operator{Who: "ana", Why: "test"}
+	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 3);
+		INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) OVERRIDING SYSTEM VALUE VALUES (1, '10:20:15', 8), (2, '10:12:10', 7), (3, '12:30:', 9), (4, '10:14:13', 7);
+		INSERT INTO effectonce.outbox_progress (relay, shard, shards, tick, next_tick, seq, floor, epoch, published, system_identifier, timeline) VALUES
+			('default', 0, 3, 1, 3, 8, 5, 7, 100, 1, 1), ('default', 1, 3, 2, 3, 9, 6, 107, 10, 1, 1), ('default', 2, 3, 3, NULL, 0, 4, 7, 1, 1, 1)`)
+	change := func(shards int16, want []int64) {
+		t.Helper()
+		_, err := relay.SetShards(t.Context(), pool, ana, shards)
+		require.NoError(t, err)
+		require.Equal(t, want, one[[]int64](t, pool, `SELECT ARRAY[tick, coalesce(next_tick, -1), seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 0`))
+	}
+	change(1, []int64{2, -1, 0, 4, 108, 111})
+	must(t, pool, `UPDATE effectonce.outbox_progress SET tick = 4, next_tick = 3, seq = 9`)
+	change(2, []int64{4, 3, 9, 4, 109, 111}) // one shard's position is that of all
+	require.Equal(t, []int64{4, 3, 9, 4, 109, 0}, one[[]int64](t, pool, `SELECT ARRAY[tick, next_tick, seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 1`))
+	must(t, pool, `DELETE FROM effectonce.outbox_progress WHERE shard = 1`)
+	change(3, []int64{0, -1, 0, 0, 110, 111}) // a shard that never began
+	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = 2 WHERE shard = 1`)
+	_, err := relay.SetShards(t.Context(), pool, ana, 1)
+	require.ErrorContains(t, err, "progress of several database clusters")
+}
+
+// Property: of the snapshots of a server, the earlier one is within the later one and not the other
+// way round; of equal ones that with the lower number.
+func TestTicksAreOrderedBySnapshot(t *testing.T) {
+	t.Parallel()
+	order := []struct {
+		snapshot string
+		seqLast  int64
+	}{{"1:1:", 0}, {"1:1:", 5}, {"10:12:10", 6}, {"10:12:10", 7}, {"10:14:10,13", 7}, {"10:14:13", 7}, {"13:14:13", 8}, {"14:14:", 8}, {"14:100:14,20,99", 8}}
+	slices.Reverse(order)
+	for i, later := range order {
+		for j, earlier := range order[i:] {
+			require.True(t, relay.TickWithin(earlier.snapshot, earlier.seqLast, later.snapshot, later.seqLast), "%v %v", earlier, later)
+			if j > 0 && earlier.snapshot != "10:14:13" { // the same rows as 13:14:13
+				require.False(t, relay.TickWithin(later.snapshot, later.seqLast, earlier.snapshot, earlier.seqLast), "%v %v", later, earlier)
+			}
+		}
+	}
+}
+
+// Property: a shard that is dropped by a change of the number of shards is not taken by a replica
+// that acquires it at the same time: that replica would begin the outbox anew. Row O5 of
+// guarantees.md.
+func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	drain(t, newRelay(t, pool, relay.Config{Shards: 3}))
+	other := newRelay(t, pool, relay.Config{Owner: "other", Lease: 30 * time.Second})
+	taken, asked := make(chan bool, 1), make(chan error, 1)
+	changing := traced(t, pool, &between{"-- relay.drop_shards", func(ctx context.Context) {
+		go func() {
+			took, err := other.Acquires(context.WithoutCancel(ctx), 2)
+			taken <- took
+			asked <- err
+		}()
+		for waits := false; !waits; {
+			err := pool.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity
+				WHERE datname = current_database() AND query LIKE '-- relay.acquire%' AND wait_event_type = 'Lock')`).Scan(&waits)
+			if err != nil {
+				t.Errorf("the other one does not wait: %v", err)
+				return
+			}
+		}
+	}})
+	_, err := relay.SetShards(ctx, changing, relay.Operator{Who: "ana", Why: "test"}, 1)
+	require.NoError(t, err)
+	require.NoError(t, testwait.Chan(t, "the other one is refused", asked))
+	require.False(t, <-taken)
+	require.Equal(t, []int16{0}, one[[]int16](t, pool, `SELECT array_agg(shard) FROM effectonce.outbox_progress_now`))
+}

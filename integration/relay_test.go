@@ -292,7 +292,7 @@ func requirePublishedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topi
 	eventually(t, "everything is published", func() (bool, any) {
 		var waiting, shards int
 		err := pool.QueryRow(ctx, `SELECT (SELECT count(*) FROM effectonce.outbox_progress_now), count(*)
-			FROM effectonce.outbox o JOIN effectonce.outbox_progress p ON o.shard % p.shards = p.shard JOIN effectonce.outbox_ticks t USING (tick)
+			FROM effectonce.outbox o JOIN effectonce.outbox_progress_now p ON o.shard % p.shards = p.shard JOIN effectonce.outbox_ticks t USING (tick)
 			WHERE o.seq > p.floor AND NOT pg_visible_in_snapshot(o.txid, t.snapshot)`).Scan(&shards, &waiting)
 		require.NoError(t, err)
 		return waiting == 0 && shards > 0 && shards == count(ctx, t, pool, `SELECT min(shards) FROM effectonce.outbox_progress_now`), waiting

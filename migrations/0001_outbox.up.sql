@@ -147,13 +147,12 @@ ALTER TABLE effectonce.outbox_scheduled ENABLE ROW LEVEL SECURITY;
 -- Relays: shards, replicas, progress
 
 CREATE TABLE effectonce.outbox_relays (
-  relay         text     NOT NULL,
-  shards        smallint NOT NULL DEFAULT 1,
-  shards_wanted smallint,                      -- a change that is under way; null: none
-  created_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+  relay      text        NOT NULL,
+  shards     smallint    NOT NULL DEFAULT 1,
+  created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
   CONSTRAINT outbox_relays_pkey PRIMARY KEY (relay),
   CONSTRAINT outbox_relays_relay_is_too_long CHECK (octet_length(relay) BETWEEN 1 AND 255),
-  CONSTRAINT outbox_relays_shards_are_out_of_bounds CHECK (shards BETWEEN 1 AND 256 AND shards_wanted BETWEEN 1 AND 256)
+  CONSTRAINT outbox_relays_shards_are_out_of_bounds CHECK (shards BETWEEN 1 AND 256)
 );
 
 -- The processes that share a relay's shards, and what each says with its sign of life. obeys: the pauses that it obeys, so
@@ -183,128 +182,50 @@ CREATE TABLE effectonce.outbox_ticks (
 -- The beginning: nothing is visible in it.
 INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (0, '1:1:', 0);
 
--- The leases of shards, and a copy of their progress that is written with each renewal.
+-- The leases of shards.
 CREATE TABLE effectonce.outbox_progress (
   relay             text        NOT NULL,
   shard             smallint    NOT NULL,
-  tick              bigint      NOT NULL DEFAULT 0,  -- everything visible in it is published
-  next_tick         bigint,                          -- the tick being worked off, if it takes several pages
-  seq               bigint      NOT NULL DEFAULT 0,  -- between tick and next_tick, everything up to this seq is published
-  floor             bigint      NOT NULL DEFAULT 0,  -- everything that can ever appear up to this seq is published
-  published         bigint      NOT NULL DEFAULT 0,  -- rows handed to the broker and acknowledged, duplicates included
+  shards            smallint    NOT NULL DEFAULT 1,  -- the row is about the rows with outbox.shard % shards = shard
   system_identifier bigint,                          -- the cluster that the ticks belong to
+  timeline          integer,
   owner             text,
   lease_until       timestamptz,
-  epoch             bigint      NOT NULL DEFAULT 0,
-  updated_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
-  shards            smallint    NOT NULL DEFAULT 1,  -- the row is about the rows with outbox.shard % shards = shard
-  timeline          integer,                         -- of the cluster that the ticks belong to
-  advanced_epoch    bigint      NOT NULL DEFAULT 0,  -- the epoch under which progress was stored last
-  advance           bigint      NOT NULL DEFAULT 0,  -- n of the advance that the row is a copy of
+  epoch             bigint      NOT NULL DEFAULT 0,  -- grows with each holder
   CONSTRAINT outbox_progress_pkey PRIMARY KEY (relay, shard),
   CONSTRAINT outbox_progress_relay_is_too_long CHECK (octet_length(relay) BETWEEN 1 AND 255),
   CONSTRAINT outbox_progress_owner_is_too_long CHECK (octet_length(owner) <= 255)
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
--- Where each shard is, as a chain: each write of progress inserts the next number. A row of outbox_progress that is
+-- Where each shard is, as a chain: each write of progress inserts the next number, and the newest row counts. A row that is
 -- updated instead leaves a dead version each time, which an old snapshot keeps, and every later write walks over them.
 -- The primary key fences: the next holder of a shard begins with the next number, so that an insert of a holder that
--- lost its lease finds its number taken. outbox_progress gets a copy with each renewal of the lease.
+-- lost its lease finds its number taken. Whoever moves a shard by hand inserts a row, too. Where a shard goes away, its
+-- chain ends with a row of epoch -1, for the same reason.
 CREATE TABLE effectonce.outbox_advances (
   relay          text        NOT NULL CHECK (octet_length(relay) BETWEEN 1 AND 255),
   shard          smallint    NOT NULL,
   n              bigint      NOT NULL,
-  epoch          bigint      NOT NULL, -- of the holder; -1: an end, see outbox_progress_removed
-  advanced_epoch bigint      NOT NULL, -- the epoch under which progress was made last: a new holder repeats what it found
-  tick           bigint      NOT NULL,
-  next_tick      bigint,
-  seq            bigint      NOT NULL,
-  floor          bigint      NOT NULL,
-  published      bigint      NOT NULL,
+  epoch          bigint      NOT NULL, -- of the holder that made this progress: a new holder repeats what it found
+  tick           bigint      NOT NULL DEFAULT 0, -- everything visible in it is published
+  next_tick      bigint,               -- the tick being worked off, if it takes several pages
+  seq            bigint      NOT NULL DEFAULT 0, -- between tick and next_tick, everything up to this seq is published
+  floor          bigint      NOT NULL DEFAULT 0, -- everything that can ever appear up to this seq is published
+  published      bigint      NOT NULL DEFAULT 0, -- rows handed to the broker and acknowledged, duplicates included
   journal_offset bigint,               -- with exactly once: the record of the progress topic that this is a copy of
   at             timestamptz NOT NULL DEFAULT clock_timestamp(),
   CONSTRAINT outbox_advances_pkey PRIMARY KEY (relay, shard, n)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
   autovacuum_vacuum_insert_scale_factor = 0, autovacuum_vacuum_insert_threshold = 10000);
 
--- outbox_progress with the progress of now. An advance of an epoch before advanced_epoch was passed by something else: a
--- restore into another cluster, another number of shards.
+-- Leases with the progress of now.
 CREATE VIEW effectonce.outbox_progress_now AS
-SELECT p.relay, p.shard, p.shards, coalesce(a.tick, p.tick) AS tick, CASE WHEN a.n IS NULL THEN p.next_tick ELSE a.next_tick END AS next_tick,
-  coalesce(a.seq, p.seq) AS seq, greatest(a.floor, p.floor) AS floor, coalesce(a.published, p.published) AS published,
-  p.system_identifier, p.timeline, p.owner, p.lease_until, p.epoch, coalesce(a.advanced_epoch, p.advanced_epoch) AS advanced_epoch,
-  a.journal_offset, coalesce(a.n, p.advance) AS advance, coalesce(a.at, p.updated_at) AS updated_at
+SELECT p.relay, p.shard, p.shards, coalesce(a.tick, 0) AS tick, a.next_tick, coalesce(a.seq, 0) AS seq, coalesce(a.floor, 0) AS floor,
+  coalesce(a.published, 0) AS published, p.system_identifier, p.timeline, p.owner, p.lease_until, p.epoch,
+  coalesce(a.epoch, 0) AS progress_epoch, a.journal_offset, coalesce(a.n, 0) AS advance, a.at AS updated_at
 FROM effectonce.outbox_progress p
-LEFT JOIN LATERAL (
-  SELECT newest.* FROM (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS newest
-  WHERE newest.epoch >= p.advanced_epoch AND newest.n > p.advance) AS a ON true;
-
--- A shard that is removed takes its chain with it, but for an end, of epoch -1, which the view passes over: a holder that
--- does not know yet finds its next number taken.
-CREATE FUNCTION effectonce.end_progress(relay_ text, shard_ smallint) RETURNS void
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-  LOOP -- until no concurrent insert took the number
-    INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
-    SELECT a.relay, a.shard, a.n + 1, -1, a.advanced_epoch, a.tick, a.next_tick, a.seq, a.floor, a.published, a.journal_offset
-    FROM effectonce.outbox_advances a
-    WHERE a.relay = relay_ AND a.shard = shard_ AND NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = relay_ AND p.shard = shard_)
-    ORDER BY a.n DESC LIMIT 1
-    ON CONFLICT DO NOTHING;
-    EXIT WHEN FOUND;
-    IF EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = relay_ AND p.shard = shard_)
-      OR NOT EXISTS (SELECT FROM effectonce.outbox_advances a WHERE a.relay = relay_ AND a.shard = shard_) THEN
-      RETURN; -- it begins again already, or never wrote
-    END IF;
-  END LOOP;
-  DELETE FROM effectonce.outbox_advances a WHERE a.relay = relay_ AND a.shard = shard_
-    AND a.n < (SELECT n.n FROM effectonce.outbox_advances n WHERE n.relay = relay_ AND n.shard = shard_ AND n.epoch = -1 ORDER BY n.n DESC LIMIT 1);
-END
-$$;
-
-CREATE FUNCTION effectonce.outbox_progress_removed() RETURNS trigger
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-  IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
-    RAISE EXCEPTION 'outbox_progress_removed is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
-  END IF;
-  IF TG_OP = 'DELETE' THEN
-    PERFORM effectonce.end_progress(g.relay, g.shard) FROM gone g;
-  ELSE
-    PERFORM effectonce.end_progress(a.relay, a.shard) FROM (SELECT DISTINCT relay, shard FROM effectonce.outbox_advances) a;
-  END IF;
-  RETURN NULL;
-END
-$$;
-CREATE TRIGGER outbox_progress_removed AFTER DELETE ON effectonce.outbox_progress
-  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
-CREATE TRIGGER outbox_progress_truncated AFTER TRUNCATE ON effectonce.outbox_progress
-  FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
-
--- One of the same number counts on from that end. (A chain without one belongs to the row: a restore of the data alone
--- inserts it last.)
-CREATE FUNCTION effectonce.outbox_progress_begins() RETURNS trigger
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-  IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
-    RAISE EXCEPTION 'outbox_progress_begins is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
-  END IF;
-  NEW.advance := greatest(NEW.advance, (SELECT CASE newest.epoch WHEN -1 THEN newest.n END
-    FROM (SELECT * FROM effectonce.outbox_advances a WHERE a.relay = NEW.relay AND a.shard = NEW.shard ORDER BY a.n DESC LIMIT 1) AS newest));
-  RETURN NEW;
-END
-$$;
-CREATE TRIGGER outbox_progress_begins BEFORE INSERT ON effectonce.outbox_progress
-  FOR EACH ROW EXECUTE FUNCTION effectonce.outbox_progress_begins();
-REVOKE ALL ON FUNCTION effectonce.end_progress(text, smallint), effectonce.outbox_progress_removed(), effectonce.outbox_progress_begins() FROM PUBLIC;
+LEFT JOIN LATERAL (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS a
+  ON a.epoch >= 0;
 
 -- ---------------------------------------------------------------------------------------------
 -- Rows that wait
@@ -431,12 +352,11 @@ GROUP BY p.relay;
 -- A cursor compares the numbers of rows with those that it knows, so no number may be given twice. That happens after a
 -- copy by logical replication (sequences are not copied), TRUNCATE … RESTART IDENTITY or setval: rows that committed are
 -- then taken for published. The function says whether it happened. seq_known and tick_known are the largest numbers that
--- the tables and the arguments know. reused is the lowest number that a row was given again although the sequence has
--- caught up since, and reused_since when that began: no relay may have looked meanwhile.
+-- the tables know. reused is the lowest number that a row was given again although the sequence has caught up since, and
+-- reused_since when that began.
 --
 -- It reads the sequences last: what its snapshot shows had its number by then. All that it looks at is found by indexes.
 CREATE FUNCTION effectonce.outbox_sequence_state(
-  more_seq bigint, more_tick bigint,
   OUT seq_last bigint, OUT seq_known bigint, OUT tick_last bigint, OUT tick_known bigint,
   OUT reused bigint, OUT reused_since timestamptz, OUT behind boolean)
 LANGUAGE plpgsql STABLE SECURITY DEFINER
@@ -447,7 +367,7 @@ DECLARE
   burying text[]; -- relays that have dead rows
 BEGIN
   SELECT * INTO here FROM effectonce.this_cluster();
-  SELECT greatest(more_seq, max(p.floor), max(p.seq), max(f.seq_last), max(n.seq_last)), greatest(more_tick, max(p.tick), max(p.next_tick))
+  SELECT greatest(max(p.floor), max(p.seq), max(f.seq_last), max(n.seq_last)), greatest(max(p.tick), max(p.next_tick))
   INTO seq_known, tick_known
   FROM effectonce.outbox_progress_now p
   LEFT JOIN effectonce.outbox_ticks f ON f.tick = p.tick LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick;
@@ -461,15 +381,13 @@ BEGIN
   tick_known := greatest(tick_known, (SELECT max(t.tick) FROM effectonce.outbox_ticks t), 0);
 
   -- Each row of a shard up to its tick's seq_last has a transaction id below the snapshot's xmax. One that has not, and was written
-  -- here, has a number that was given before. (A row that was copied or restored was written under another transaction
-  -- id than the one that it names.) Where the tick means nothing here, or shows nothing, such a row is one up to the floor
-  -- that is younger than the progress. So has a row with the number of a dead row that is another message. The rows
-  -- looked at are the first by number and the first by transaction.
+  -- here, has a number that was given before. Where the progress is of another cluster, so has a row up to the floor that was written
+  -- here, and is younger than the progress; and so has a row with the number of a dead row that is another message. The rows looked at
+  -- are the first by number and the first by transaction.
   WITH progress AS MATERIALIZED (
-    SELECT p.shards, p.shard, p.floor, p.updated_at, t.seq_last, pg_snapshot_xmax(t.snapshot) AS xmax,
-      coalesce(p.system_identifier <> here.system, false) OR coalesce(p.timeline <> here.timeline, false)
-        OR t.tick IS NULL OR pg_snapshot_xmax(t.snapshot) = '1'::xid8 AS moved
-    FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+    SELECT p.shards, p.shard, p.floor, p.updated_at, t.seq_last, pg_snapshot_xmax(t.snapshot) AS xmax, coalesce(p.system_identifier <> here.system, false) AS moved
+    FROM effectonce.outbox_progress_now p JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+    WHERE pg_snapshot_xmax(t.snapshot) <> '1'::xid8
   ), candidates AS MATERIALIZED (
     (SELECT o.seq, o.id, o.shard, o.txid, o.xmin, o.created_at FROM effectonce.outbox o ORDER BY o.seq LIMIT 1000)
     UNION ALL
@@ -480,9 +398,9 @@ BEGIN
   FROM candidates o
   -- A row was written here if its xmin is the transaction that it names, or a subtransaction of that (a savepoint, a block with
   -- EXCEPTION): those have later ids. A copied row that looks so by chance is published once more.
-  WHERE EXISTS (SELECT FROM progress p WHERE o.shard % p.shards = p.shard AND CASE
-      WHEN p.moved THEN o.seq <= p.floor AND o.created_at > p.updated_at
-      ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000 END)
+  WHERE mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000 AND EXISTS (
+      SELECT FROM progress p WHERE o.shard % p.shards = p.shard AND CASE WHEN p.moved THEN o.seq <= p.floor AND o.created_at > p.updated_at
+        ELSE o.seq <= p.seq_last AND o.txid >= p.xmax END)
     OR EXISTS (SELECT FROM unnest(burying) AS b (relay) JOIN effectonce.outbox_dead d ON d.relay = b.relay AND d.seq = o.seq WHERE d.id <> o.id);
 
   -- Not from the sequences' rows: a reader of those may see up to 32 numbers more than were given. nextval writes them so for
@@ -500,26 +418,22 @@ $$;
 -- All leases end, and relays go on from what the tables say: what they have in memory, or in Kafka, knows old numbers.
 --
 -- It waits for transactions that write to the outbox (at most some seconds: 55P03, try again), and such transactions wait
--- for it. It does nothing where no number was given twice. more_seq and more_tick are numbers that the caller has seen. They
--- and what the tables say are bounded, because roles without rights on the sequence write them.
+-- for it. It does nothing where no number was given twice. What the tables say is bounded, because roles without rights on
+-- the sequence write them.
 CREATE FUNCTION effectonce.repair_outbox_sequences(
-  more_seq bigint, more_tick bigint,
   OUT repaired boolean, OUT seq_before bigint, OUT seq_after bigint, OUT tick_before bigint, OUT tick_after bigint, OUT renumbered bigint)
 LANGUAGE plpgsql SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 SET lock_timeout = '3s'
 AS $$
 DECLARE
-  largest CONSTANT bigint := 4611686018427387904; -- half of what there is
-  ahead CONSTANT bigint := 1000000000000;
   state record;
-  tables record;
 BEGIN
   -- The stamps of a recovery first: it takes its locks in this order. And one repair at a time: reading a sequence takes a lock that
   -- another repair would wait for.
   INSERT INTO effectonce.outbox_locks (name) VALUES ('stamps') ON CONFLICT DO NOTHING; -- a copy may not have it
   PERFORM FROM effectonce.outbox_locks WHERE name = 'stamps' FOR UPDATE;
-  SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
+  SELECT * INTO state FROM effectonce.outbox_sequence_state();
   IF state.behind THEN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
       RAISE EXCEPTION 'want a transaction that is read committed: one that is % does not see what the locks waited for', current_setting('transaction_isolation')
@@ -527,18 +441,16 @@ BEGIN
     END IF;
     LOCK TABLE effectonce.outbox IN EXCLUSIVE MODE;
     LOCK TABLE effectonce.outbox_ticks IN EXCLUSIVE MODE;
-    SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
+    SELECT * INTO state FROM effectonce.outbox_sequence_state();
   END IF;
   repaired := state.behind;
   seq_before := state.seq_last; seq_after := state.seq_last; tick_before := state.tick_last; tick_after := state.tick_last; renumbered := 0;
   IF NOT repaired THEN
     RETURN;
   END IF;
-  SELECT * INTO tables FROM effectonce.outbox_sequence_state(0, 0);
-  IF more_seq - ahead > greatest(tables.seq_known, tables.seq_last) OR more_tick - ahead > greatest(tables.tick_known, tables.tick_last)
-    OR greatest(state.seq_known, state.seq_last, state.tick_known, state.tick_last) > largest THEN
+  IF greatest(state.seq_known, state.seq_last, state.tick_known, state.tick_last) > 4611686018427387904 THEN -- half of what there is
     RAISE EXCEPTION 'numbers are too large to be true: row %, tick %; the sequences are at % and %', state.seq_known, state.tick_known, state.seq_last, state.tick_last
-      USING ERRCODE = 'numeric_value_out_of_range', HINT = 'Look for a number that was written by hand: in outbox_progress, outbox_dead, outbox_ticks, outbox.';
+      USING ERRCODE = 'numeric_value_out_of_range', HINT = 'Look for a number that was written by hand: in outbox_advances, outbox_dead, outbox_ticks, outbox.';
   END IF;
   -- RESTART, since setval would outlive a rollback; and a number is taken, so that the sequence says what it gave last. The locks of both,
   -- in the order of outbox_sequence_state: a reader has a lock on the first and would wait with it for the second
@@ -553,11 +465,12 @@ BEGIN
     PERFORM nextval('effectonce.outbox_ticks_tick_seq');
   END IF;
   IF state.seq_last < state.seq_known OR state.reused IS NOT NULL THEN
+    -- All leases end: a holder's next insert finds its number taken.
     PERFORM FROM effectonce.outbox_progress ORDER BY relay, shard FOR UPDATE;
-    UPDATE effectonce.outbox_progress p SET
-      tick = n.tick, next_tick = n.next_tick, seq = n.seq, floor = n.floor, published = n.published,
-      epoch = greatest(p.epoch, n.advanced_epoch) + 1, advanced_epoch = greatest(p.epoch, n.advanced_epoch) + 1, owner = NULL, lease_until = NULL
-    FROM effectonce.outbox_progress_now n WHERE n.relay = p.relay AND n.shard = p.shard;
+    LOCK TABLE effectonce.outbox_advances IN EXCLUSIVE MODE;
+    UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = NULL, lease_until = NULL;
+    INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
+    SELECT relay, shard, advance + 1, epoch, tick, next_tick, seq, floor, published, journal_offset FROM effectonce.outbox_progress_now;
     renumbered := effectonce.renumber_outbox(state.seq_last, seq_after, state.reused_since);
     seq_after := seq_after + renumbered;
     EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', greatest(seq_after, 1));
@@ -601,7 +514,7 @@ BEGIN
 END
 $$;
 
-REVOKE ALL ON FUNCTION effectonce.outbox_sequence_state(bigint, bigint), effectonce.repair_outbox_sequences(bigint, bigint),
+REVOKE ALL ON FUNCTION effectonce.outbox_sequence_state(), effectonce.repair_outbox_sequences(),
   effectonce.renumber_outbox(bigint, bigint, timestamptz) FROM PUBLIC;
 
 -- ---------------------------------------------------------------------------------------------
@@ -658,102 +571,3 @@ CREATE TRIGGER operator_actions_stay BEFORE UPDATE OR DELETE ON effectonce.opera
   FOR EACH ROW EXECUTE FUNCTION effectonce.operator_actions_stay();
 CREATE TRIGGER operator_actions_all_stay BEFORE TRUNCATE ON effectonce.operator_actions
   FOR EACH STATEMENT EXECUTE FUNCTION effectonce.operator_actions_stay();
-
--- ---------------------------------------------------------------------------------------------
--- Publishers: which topics a role may publish to
-
--- A role that is listed here publishes to these topics and no others: a name, or the beginning of names followed by *. A member of
--- several listed roles has the topics of all of them; who is a member of none is not limited. An empty list: no topic, so that only
--- members that have a list of their own publish. Names of roles, since a restore may bring their list before the role.
-CREATE TABLE effectonce.outbox_publishers (
-  role   name   NOT NULL,
-  topics text[] NOT NULL,
-  CONSTRAINT outbox_publishers_pkey PRIMARY KEY (role),
-  CONSTRAINT outbox_publishers_topics_are_too_many CHECK (cardinality(topics) <= 1000),
-  CONSTRAINT outbox_publishers_topics_are_no_names CHECK (coalesce(array_ndims(topics), 1) = 1
-    AND array_to_string(topics, ' ', '/') ~ '^([A-Za-z0-9._-]{0,248}([A-Za-z0-9._-]|[*])( |$))*$')
-);
-
--- The role that acts counts, and the login that took the role with SET ROLE: else a login would leave its lists by taking another one. In a
--- function with the rights of its owner only the owner counts. A role that may update the outbox (the relay, the owner) could give a row
--- another topic, and moves messages of others: it is not limited.
-CREATE FUNCTION effectonce.outbox_topic_allowed() RETURNS trigger
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-  acting name := current_user;
-  listed boolean; -- null: no list is for this role (or the topic is null, which the column refuses)
-BEGIN
-  LOOP
-    SELECT bool_or(NEW.topic = ANY (p.topics) OR EXISTS (
-        SELECT FROM unnest(p.topics) AS t (topic) WHERE right(t.topic, 1) = '*' AND starts_with(NEW.topic, left(t.topic, -1)))) INTO listed
-    FROM effectonce.outbox_publishers p WHERE pg_has_role(acting, to_regrole(quote_ident(p.role)), 'MEMBER');
-    IF NOT listed AND NOT has_table_privilege(acting, 'effectonce.outbox', 'UPDATE') THEN
-      RAISE EXCEPTION 'role % may not publish to topic %', acting, left(NEW.topic, 249) USING ERRCODE = 'insufficient_privilege',
-        HINT = 'Its topics, and those of the roles that it is a member of, are listed in effectonce.outbox_publishers; the owner changes them: "outbox-relay publishers limit".';
-    END IF;
-    EXIT WHEN acting = session_user OR current_setting('role') <> current_user;
-    acting := session_user;
-  END LOOP;
-  RETURN NEW;
-END
-$$;
-
--- A list that would limit nobody is refused.
-CREATE FUNCTION effectonce.outbox_publisher_checked() RETURNS trigger
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-  IF to_regrole(quote_ident(NEW.role)) IS NULL THEN
-    RAISE EXCEPTION 'role % does not exist', quote_ident(NEW.role) USING ERRCODE = 'undefined_object';
-  END IF;
-  IF has_table_privilege(NEW.role, 'effectonce.outbox', 'UPDATE') THEN
-    RAISE EXCEPTION 'role % may update the outbox: a list of topics does not limit it', quote_ident(NEW.role) USING ERRCODE = 'invalid_parameter_value',
-      HINT = 'Give publishers INSERT alone. A relay, the owner of the tables and superusers cannot be limited.';
-  END IF;
-  RETURN NEW;
-END
-$$;
-CREATE TRIGGER outbox_publisher_checked BEFORE INSERT OR UPDATE ON effectonce.outbox_publishers
-  FOR EACH ROW EXECUTE FUNCTION effectonce.outbox_publisher_checked();
-
--- Inserts are looked at only while there is a list: the triggers come with the first one, and go with the last.
-CREATE FUNCTION effectonce.outbox_publishers_changed() RETURNS trigger
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-SET lock_timeout = '1500ms'
-AS $$
-DECLARE
-  listed boolean;
-  looked_at boolean;
-  relation regclass;
-BEGIN
-  IF current_setting('transaction_isolation') <> 'read committed' THEN
-    RAISE EXCEPTION 'want a transaction that is read committed: one that is % does not see what the lock waited for', current_setting('transaction_isolation')
-      USING ERRCODE = 'invalid_transaction_state';
-  END IF;
-  -- One change at a time: of two, one that takes the last list away must not take the triggers of the other.
-  PERFORM FROM effectonce.schema_version FOR UPDATE;
-  listed := EXISTS (SELECT FROM effectonce.outbox_publishers);
-  FOREACH relation IN ARRAY ARRAY['effectonce.outbox'::regclass, 'effectonce.outbox_scheduled'::regclass] LOOP
-    looked_at := EXISTS (SELECT FROM pg_trigger WHERE tgrelid = relation AND tgname = 'outbox_topic_allowed');
-    IF listed AND NOT looked_at THEN
-      EXECUTE format('CREATE TRIGGER outbox_topic_allowed BEFORE INSERT %s ON %s FOR EACH ROW EXECUTE FUNCTION effectonce.outbox_topic_allowed()',
-        CASE WHEN relation = 'effectonce.outbox_scheduled'::regclass THEN 'OR UPDATE OF topic' END, relation);
-    ELSIF looked_at AND NOT listed THEN
-      EXECUTE format('DROP TRIGGER outbox_topic_allowed ON %s', relation);
-    END IF;
-  END LOOP;
-  -- The triggers read the lists with the rights of who inserts.
-  IF listed THEN
-    GRANT SELECT ON effectonce.outbox_publishers TO PUBLIC;
-  ELSE
-    REVOKE SELECT ON effectonce.outbox_publishers FROM PUBLIC;
-  END IF;
-  RETURN NULL;
-END
-$$;
-CREATE TRIGGER outbox_publishers_changed AFTER INSERT OR UPDATE OR DELETE ON effectonce.outbox_publishers
-  FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_publishers_changed();

@@ -76,20 +76,20 @@ GRANT SELECT, TRUNCATE ON effectonce.outbox_0, effectonce.outbox_1, effectonce.o
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq TO effectonce_relay;
 GRANT SELECT, UPDATE ON SEQUENCE effectonce.outbox_slot TO effectonce_relay;
 GRANT SELECT, UPDATE ON effectonce.outbox_slots TO effectonce_relay;
-GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_locks TO effectonce_relay;
+GRANT SELECT, UPDATE ON effectonce.outbox_locks TO effectonce_relay;
 GRANT SELECT, INSERT, DELETE ON effectonce.outbox_ticks TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
-GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_progress, effectonce.outbox_dead TO effectonce_relay;
+GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_progress TO effectonce_relay;
+GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_dead TO effectonce_relay;
 GRANT SELECT, INSERT, DELETE ON effectonce.outbox_advances, effectonce.outbox_dead_freed TO effectonce_relay;
 GRANT SELECT ON effectonce.outbox_progress_now, effectonce.outbox_paused TO effectonce_relay;
--- A sequence that is behind. The function's bounds are what keeps this role from the sequence.
-GRANT EXECUTE ON FUNCTION effectonce.outbox_sequence_state(bigint, bigint), effectonce.repair_outbox_sequences(bigint, bigint)
-  TO effectonce_relay, effectonce_operator;
+-- A sequence that is behind: a relay only looks.
+GRANT EXECUTE ON FUNCTION effectonce.outbox_sequence_state() TO effectonce_relay, effectonce_operator;
+GRANT EXECUTE ON FUNCTION effectonce.repair_outbox_sequences() TO effectonce_operator;
 GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay; -- UPDATE: to lock rows
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
 GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics, effectonce.consumer_pauses,
   effectonce.maintenance TO effectonce_relay;
-GRANT SELECT ON effectonce.outbox_publishers TO effectonce_relay; -- "outbox-relay doctor"
 GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;
 -- For its metrics, too: how many requests wait for a decision, and not which.
 GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effectonce.idempotency_keys TO effectonce_relay;
@@ -124,7 +124,7 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(tex
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_progress_now,
   effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_locks, effectonce.outbox_dead, effectonce.outbox_dead_freed,
-  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.outbox_publishers, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
+  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
   effectonce.consumer_pauses, effectonce.processed_messages,
   effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
@@ -135,8 +135,10 @@ GRANT INSERT, UPDATE, DELETE ON effectonce.outbox_paused TO effectonce_operator;
 GRANT UPDATE (resume_at) ON effectonce.consumer_positions TO effectonce_operator;
 GRANT INSERT, UPDATE, DELETE ON effectonce.consumer_pauses TO effectonce_operator;
 GRANT UPDATE (id_rule) ON effectonce.consumers TO effectonce_operator;
-GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
--- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
+-- Another number of shards, and a relay by an old name, which holds published rows back: "outbox-relay shards" and "relays delete".
+GRANT UPDATE (shards) ON effectonce.outbox_relays TO effectonce_operator;
+GRANT INSERT, UPDATE (epoch) ON effectonce.outbox_progress TO effectonce_operator; -- UPDATE: to lock rows
+GRANT INSERT ON effectonce.outbox_advances TO effectonce_operator;
 GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead_freed TO effectonce_operator;
 GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_operator;
 -- Not the columns that say which request it is, what it asked for, what its phases hand on and which are done. What is
@@ -145,9 +147,3 @@ GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO
 GRANT UPDATE (state, lock_token, attempts, calling, uncalled, locked_until, retry_at, error, status, headers, body, body_dropped,
   sealed, finished_at, expires_at), DELETE ON effectonce.idempotency_keys TO effectonce_operator;
 GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;
-
--- ---------------------------------------------------------------------------------------------
--- Topics of publishers
-
--- Lists that came with a copy of the tables have no triggers yet. The trigger of this table brings them.
-UPDATE effectonce.outbox_publishers SET topics = topics WHERE false;

@@ -125,13 +125,13 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	_, err = conn.Exec(ctx, `DO $$
 		BEGIN
 			FOR i IN 1..72000 LOOP
-				INSERT INTO effectonce.outbox_advances SELECT relay, shard, n + 1, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset
+				INSERT INTO effectonce.outbox_advances SELECT relay, shard, n + 1, epoch, tick, next_tick, seq, floor, published, journal_offset
 				FROM effectonce.outbox_advances WHERE relay = 'default' AND shard = 0 ORDER BY n DESC LIMIT 1;
 				IF i % 1000 = 0 THEN
 					DELETE FROM effectonce.outbox_advances WHERE n < (SELECT max(n) - 1000 FROM effectonce.outbox_advances);
 				END IF;
 				IF i % 50 = 0 THEN
-					UPDATE effectonce.outbox_progress SET updated_at = clock_timestamp();
+					UPDATE effectonce.outbox_progress SET lease_until = lease_until;
 				END IF;
 				COMMIT;
 			END LOOP;

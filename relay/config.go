@@ -23,10 +23,10 @@ type Config struct {
 	// process number and four random bytes.
 	Owner string
 	// Shards is the number of shards that keys are divided into when the relay runs for the first
-	// time. One replica at a time publishes a shard. Later, the number in the database counts;
-	// SetShards changes it. Each shard reads the whole outbox and skips the rows of other shards,
-	// so more shards than replicas cost and gain nothing. 1 to 256; default 1: one replica
-	// publishes, the others stand by.
+	// time. One replica at a time publishes a shard. Later, the number in the database counts, which
+	// SetShards changes while no replica runs. Each shard reads the whole outbox and skips the rows
+	// of other shards, so more shards than replicas cost and gain nothing. 1 to 256; default 1: one
+	// replica publishes, the others stand by.
 	Shards int16
 	// ExactlyOnce writes records and progress in one Kafka transaction. Readers with
 	// isolation.level read_committed see each row once, whatever is killed. Rows become visible

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -137,8 +136,8 @@ func (l *leases) hooks() relay.Hooks {
 const takenSQL = `
 WITH taken AS (
   UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour' WHERE shard >= 0 RETURNING relay, shard, epoch)
-INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published)
-SELECT t.relay, t.shard, w.advance + 1, t.epoch, w.advanced_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published)
+SELECT t.relay, t.shard, w.advance + 1, w.progress_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
 FROM taken t JOIN effectonce.outbox_progress_now w USING (relay, shard)`
 
 // Property: a replica whose shard another one took, which it can learn only from the epoch, gives
@@ -266,64 +265,4 @@ func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
 	testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	tracer.cut.Store(true)
 	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
-}
-
-// Property: a shard whose row of progress is deleted begins anew. A holder that does not know yet
-// can write nothing during that, and the new progress counts from then on, although it begins at
-// epoch 1. Row O13 of guarantees.md.
-func TestDeletedProgressBeginsAnew(t *testing.T) {
-	t.Parallel()
-	for _, how := range []string{"DELETE FROM", "TRUNCATE"} {
-		t.Run(how, func(t *testing.T) {
-			t.Parallel()
-			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-			r := newRelay(t, pool, relay.Config{})
-			for range 5 { // epochs
-				insert(t, pool, topic, "k", "v")
-				drain(t, r)
-			}
-			known := one[int64](t, pool, `SELECT max(n) FROM effectonce.outbox_advances`)
-			must(t, pool, how+` effectonce.outbox_progress`)
-			_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, seq, floor, published)
-				SELECT relay, shard, $1, 5, 5, tick, seq, floor, published FROM effectonce.outbox_advances ORDER BY n DESC LIMIT 1`, known+1)
-			var refusal *pgconn.PgError
-			require.ErrorAs(t, err, &refusal)
-			require.Equal(t, "23505", refusal.Code)
-			require.EqualValues(t, 5, drain(t, r))
-			require.Equal(t, 5, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
-			insert(t, pool, topic, "k", "v")
-			require.EqualValues(t, 1, drain(t, r))
-			require.Equal(t, 6, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
-			require.Zero(t, drain(t, r))
-		})
-	}
-}
-
-// Property: a restore of the data alone, which runs the triggers, has the progress that was dumped,
-// whichever of the two tables it fills first. Row O22 of guarantees.md.
-func TestProgressIsRestoredInAnyOrder(t *testing.T) {
-	t.Parallel()
-	for name, order := range map[string][]string{"chain first": {"outbox_advances", "outbox_progress"}, "chain last": {"outbox_progress", "outbox_advances"}} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-			r := newRelay(t, pool, relay.Config{})
-			for range 3 {
-				insert(t, pool, topic, "k", "v")
-				drain(t, r)
-			}
-			must(t, pool, `UPDATE effectonce.outbox_progress SET advance = 2, published = 1`) // a copy that lags behind the chain
-			now := `SELECT to_jsonb(w)::text FROM effectonce.outbox_progress_now w`
-			before := one[string](t, pool, now)
-			require.Contains(t, before, `"published": 3`, "the test's own premise")
-			must(t, pool, `CREATE TABLE kept_progress AS TABLE effectonce.outbox_progress; CREATE TABLE kept_advances AS TABLE effectonce.outbox_advances;
-				ALTER TABLE effectonce.outbox_progress DISABLE TRIGGER USER; TRUNCATE effectonce.outbox_progress, effectonce.outbox_advances;
-				ALTER TABLE effectonce.outbox_progress ENABLE TRIGGER USER`)
-			for _, table := range order {
-				must(t, pool, `INSERT INTO effectonce.`+table+` TABLE kept_`+strings.TrimPrefix(table, "outbox_"))
-			}
-			require.Equal(t, before, one[string](t, pool, now))
-			require.Zero(t, drain(t, r), "nothing twice")
-		})
-	}
 }

@@ -86,8 +86,8 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	published(2)
 	stop()
 	// As behind a kill right after the commit: the copy in the database is behind.
-	must(t, pool, `UPDATE effectonce.outbox_progress p SET tick = b.tick, next_tick = b.next_tick, seq = b.seq, floor = b.floor,
-		published = b.published, advanced_epoch = b.advanced_epoch FROM before b`)
+	must(t, pool, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
+		SELECT b.relay, b.shard, w.advance + 1, b.progress_epoch, b.tick, b.next_tick, b.seq, b.floor, b.published, b.journal_offset FROM before b, effectonce.outbox_progress_now w`)
 
 	reads, ended := make(read, 1), make(chan error, 1)
 	second, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(reads)}, cfg)

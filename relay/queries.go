@@ -24,10 +24,6 @@ SELECT pg_current_snapshot()::text`
 const enrollSQL = `-- relay.enroll
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
-// copyProgress copies the newest row of the chain into outbox_progress, where operators look.
-const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor, published = w.published,
-  advanced_epoch = w.advanced_epoch, advance = w.advance, updated_at = w.updated_at`
-
 // beatSQL registers this replica as alive and renews the leases that it holds. $4 to $6 are their
 // shards and epochs, and the runs of the server that they were taken in; a lease that was released
 // concurrently has no owner. It returns one row for each shard: whether it was renewed, and which
@@ -41,8 +37,8 @@ WITH alive AS (
   ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until, obeys = excluded.obeys,
     reached_at = excluded.reached_at, state = excluded.state, problem = excluded.problem
 ), renewed AS (
-  UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval, ` + copyProgress + `
-  FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run) JOIN effectonce.outbox_progress_now w ON w.relay = $1 AND w.shard = mine.shard
+  UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
+  FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run)
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
@@ -71,46 +67,42 @@ DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive
 // is not $1. It locks the relay's row, so that the number of shards does not change during the
 // statement.
 //
-// The chain of progress continues with a row of the new epoch, which repeats the last one. From
-// then on a previous holder finds its next number taken. If that holder wrote a row after this
-// statement's snapshot, the statement fails with 23505. The place in the progress topic is only
-// where a search begins, so the one in the last row is correct, no matter which writes bypassed
-// the chain.
+// The chain of progress continues with a row that repeats the last one. From then on a previous
+// holder finds its next number taken. If that holder wrote a row after this statement's snapshot, the
+// statement fails with 23505. The place in the progress topic is only where a search begins, so the
+// one in the last row is correct, no matter who wrote it.
 const acquireSQL = `-- relay.acquire
 WITH taken AS (
 INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, owner, lease_until, epoch, system_identifier, timeline)
-SELECT r.relay, $3, r.shards, $4, clock_timestamp() + $5::interval, 1, $6, $7
+SELECT r.relay, $3, r.shards, $4, clock_timestamp() + $5::interval,
+  greatest((SELECT a.epoch FROM effectonce.outbox_advances a WHERE a.relay = $2 AND a.shard = $3 ORDER BY a.n DESC LIMIT 1), 0) + 1, $6, $7
 FROM effectonce.outbox_relays r WHERE r.relay = $2 AND r.shards > $3 AND ` + here + ` FOR SHARE
 ON CONFLICT (relay, shard) DO UPDATE SET
   owner = excluded.owner, lease_until = excluded.lease_until, epoch = p.epoch + 1,
   system_identifier = coalesce(p.system_identifier, excluded.system_identifier), timeline = coalesce(p.timeline, excluded.timeline)
 WHERE p.lease_until IS NULL OR p.lease_until < clock_timestamp()
-RETURNING relay, shard, epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, advance
+RETURNING relay, shard, epoch, shards, system_identifier, timeline
 ), newest AS (
   SELECT a.* FROM effectonce.outbox_advances a WHERE a.relay = $2 AND a.shard = $3 ORDER BY a.n DESC LIMIT 1
 ), known AS (
-  SELECT t.relay, t.shard, t.epoch, t.shards, coalesce(a.tick, t.tick) AS tick, CASE WHEN a.n IS NULL THEN t.next_tick ELSE a.next_tick END AS next_tick,
-    coalesce(a.seq, t.seq) AS seq, greatest(a.floor, t.floor) AS floor, t.system_identifier, t.timeline,
-    coalesce(a.advanced_epoch, t.advanced_epoch) AS advanced_epoch, coalesce(a.published, t.published) AS published,
-    (SELECT journal_offset FROM newest) AS journal_offset, greatest(t.advance, coalesce((SELECT n FROM newest), 0)) + 1 AS n
-  FROM taken t LEFT JOIN newest a ON a.epoch >= t.advanced_epoch AND a.n > t.advance
+  SELECT t.*, coalesce(a.tick, 0) AS tick, a.next_tick, coalesce(a.seq, 0) AS seq, coalesce(a.floor, 0) AS floor, coalesce(a.epoch, 0) AS made,
+    coalesce(a.published, 0) AS published, (SELECT journal_offset FROM newest) AS journal_offset, coalesce((SELECT n FROM newest), 0) + 1 AS n
+  FROM taken t LEFT JOIN newest a ON a.epoch >= 0
 ), begun AS (
-  INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
-  SELECT relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset FROM known
+  INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
+  SELECT relay, shard, n, made, tick, next_tick, seq, floor, published, journal_offset FROM known
 )
-SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, n, journal_offset FROM known`
+SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, made, published, n, journal_offset FROM known`
 
 // resumeProgressSQL reads progress for a holder that does not know the outcome of its last write.
 const resumeProgressSQL = `-- relay.resume_progress
-SELECT w.advance, w.tick, w.next_tick, w.seq, w.floor, w.advanced_epoch, w.published, w.journal_offset
+SELECT w.advance, w.tick, w.next_tick, w.seq, w.floor, w.progress_epoch, w.published, w.journal_offset
 FROM effectonce.outbox_progress_now w WHERE w.relay = $2 AND w.shard = $3 AND w.epoch = $4 AND ` + here + `
 `
 
 // releaseSQL ends the lease now, so that another replica need not wait until it expires.
 const releaseSQL = `-- relay.release
-UPDATE effectonce.outbox_progress p SET lease_until = NULL, owner = NULL, ` + copyProgress + `
-FROM effectonce.outbox_progress_now w
-WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND w.relay = $1 AND w.shard = $2`
+UPDATE effectonce.outbox_progress SET lease_until = NULL, owner = NULL WHERE relay = $1 AND shard = $2 AND epoch = $3`
 
 // slotsSQL reads the state of the outbox's slots. The relay keeps a slot for $1 after it turned
 // away from it. It turns away from a slot that has been filled for half of $1, or that is larger
@@ -163,7 +155,7 @@ SELECT EXISTS (
       AND (o.seq > p.floor OR pg_catalog.mod(o.xmin::text::numeric - pg_catalog.mod(o.txid::text::numeric, 4294967296::numeric) + 4294967296::numeric, 4294967296::numeric) < 1000000::numeric))
 ) OR EXISTS (
   SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
-OR (SELECT behind FROM effectonce.outbox_sequence_state(0, 0))`
+OR (SELECT behind FROM effectonce.outbox_sequence_state())`
 
 // lockSlotSQL takes the locks in the order of a TRUNCATE of the outbox: the table, the slot, and
 // its sequence. fetchSQL does the same: it reads the sequence while it runs.
@@ -336,8 +328,8 @@ RETURNING tick`
 // advanceSQL adds a row to the chain. It fails with 23505 when the lease is over: then another
 // replica publishes, or did. In another run of the server it changes nothing: see storeTickSQL.
 const advanceSQL = `-- relay.advance
-INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
-SELECT $2, $3, $4, $5, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
+SELECT $2, $3, $4, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
 
 // clearAdvancesSQL deletes the rows of the chain between two numbers.
 const clearAdvancesSQL = `-- relay.clear_advances
@@ -350,7 +342,7 @@ DELETE FROM effectonce.outbox_ticks
 WHERE tick IN (
   SELECT tick FROM effectonce.outbox_ticks
   WHERE tick > 0 AND created_at < clock_timestamp() - interval '10 minutes'
-    AND tick < (SELECT pg_catalog.min(tick) FROM effectonce.outbox_progress)
+    AND tick < (SELECT pg_catalog.min(least(tick, next_tick)) FROM effectonce.outbox_progress_now)
   ORDER BY tick LIMIT $1)`
 
 // lockStampsSQL and the statements after it: see recover.go.
@@ -375,12 +367,11 @@ UPDATE effectonce.outbox o SET txid = '1' WHERE ` + foreign
 
 const rebaseSQL = `-- relay.rebase
 WITH moved AS (
-  UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, floor = $9, published = $10, system_identifier = $5, timeline = $6,
-    advanced_epoch = $3, updated_at = clock_timestamp()
+  UPDATE effectonce.outbox_progress SET system_identifier = $5, timeline = $6
   WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $7::text IS NULL THEN true ELSE $7::text = ` + serverRun + ` END
   RETURNING epoch)
-INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, seq, floor, published)
-SELECT $1, $2, $8, epoch, epoch, $4, 0, $9, $10 FROM moved`
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, seq, floor, published)
+SELECT $1, $2, $8, epoch, $4, 0, $9, $10 FROM moved`
 
 // moveToDeadSQL copies rows. It runs after deadSettingsSQL, and looks up each row: without these
 // settings the planner reads the whole outbox for each page.

@@ -2,7 +2,7 @@ package relay
 
 // sequencesSQL and the statements after it are run by operators, not by relays: see Repair.
 const sequencesSQL = `-- relay.sequences
-SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state(0, 0)`
+SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state()`
 
 const noteRepairSQL = `-- relay.note_repair
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
@@ -15,4 +15,4 @@ SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transacti
   set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
 
 const repairSequencesSQL = `-- relay.repair_sequences
-SELECT repaired, seq_before, seq_after, tick_before, tick_after, renumbered FROM effectonce.repair_outbox_sequences(0, 0)`
+SELECT repaired, seq_before, seq_after, tick_before, tick_after, renumbered FROM effectonce.repair_outbox_sequences()`

@@ -2,4 +2,4 @@ package relay
 
 // sequenceStateSQL reports whether numbers were assigned twice, or will be.
 const sequenceStateSQL = `-- relay.sequence_state
-SELECT behind FROM effectonce.outbox_sequence_state(0, 0)`
+SELECT behind FROM effectonce.outbox_sequence_state()`

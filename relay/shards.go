@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -69,15 +70,18 @@ func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int1
 			if err != nil {
 				return err
 			}
-			// The trigger of the table ends the chains: a holder that does not know finds its next
-			// number taken.
 			batch.Queue(in(dropShardsSQL), by.Relay)
-			batch.Queue(in(beginShardsSQL), by.Relay, shards, begin.Tick, begin.NextTick, begin.Seq, begin.Floor, begin.Epoch, begin.Published, begin.System, begin.Timeline)
+			batch.Queue(in(beginShardsSQL), by.Relay, shards, begin.Epoch, begin.System, begin.Timeline)
+			batch.Queue(in(beginChainsSQL), by.Relay, shards, begin.Epoch, begin.Tick, begin.NextTick, begin.Seq, begin.Floor, begin.Published)
+			batch.Queue(in(clearChainsSQL), by.Relay)
 		}
 		batch.Queue(in(setShardsSQL), by.Relay, shards)
 		batch.Queue(in(noteShardsSQL), by.Relay, before, shards, by.Who, by.Why)
 		return tx.SendBatch(ctx, batch).Close()
 	})
+	if pgerr.Is(err, pgerr.UniqueViolation) { // an old holder wrote progress meanwhile
+		err = fmt.Errorf("%w: %w", ErrRelayRuns, err)
+	}
 	if err != nil {
 		return before, fmt.Errorf("change the number of shards of relay %q: %w", by.Relay, err)
 	}

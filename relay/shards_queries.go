@@ -22,9 +22,23 @@ const dropShardsSQL = `-- relay.drop_shards
 DELETE FROM effectonce.outbox_progress WHERE relay = $1`
 
 const beginShardsSQL = `-- relay.begin_shards
-INSERT INTO effectonce.outbox_progress (relay, shard, shards, tick, next_tick, seq, floor, epoch, advanced_epoch, published, system_identifier, timeline)
-SELECT $1, s.shard, $2, $3, $4, $5, $6, $7, $7, CASE s.shard WHEN 0 THEN $8::bigint ELSE 0 END, $9, $10
-FROM generate_series(0, $2::int - 1) AS s (shard)`
+INSERT INTO effectonce.outbox_progress (relay, shard, shards, epoch, system_identifier, timeline)
+SELECT $1, s.shard, $2, $3, $4, $5 FROM generate_series(0, $2::int - 1) AS s (shard)`
+
+// beginChainsSQL continues the chain of each shard that there was or will be, with the next number: a
+// holder that does not know about the change finds it taken. Shards that go away get an end.
+const beginChainsSQL = `-- relay.begin_chains
+WITH newest AS (
+  SELECT DISTINCT ON (shard) shard, n, journal_offset FROM effectonce.outbox_advances WHERE relay = $1 ORDER BY shard, n DESC
+)
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
+SELECT $1, s.shard, coalesce(n.n, 0) + 1, CASE WHEN s.shard < $2 THEN $3::bigint ELSE -1 END, $4, $5, $6, $7,
+  CASE s.shard WHEN 0 THEN $8::bigint ELSE 0 END, n.journal_offset
+FROM (SELECT shard FROM newest UNION SELECT g.shard FROM generate_series(0, $2::int - 1) AS g (shard)) AS s LEFT JOIN newest n USING (shard)`
+
+const clearChainsSQL = `-- relay.clear_chains
+DELETE FROM effectonce.outbox_advances a WHERE a.relay = $1
+  AND EXISTS (SELECT FROM effectonce.outbox_advances newer WHERE newer.relay = a.relay AND newer.shard = a.shard AND newer.n > a.n)`
 
 const setShardsSQL = `-- relay.set_shards
 UPDATE effectonce.outbox_relays SET shards = $2 WHERE relay = $1`

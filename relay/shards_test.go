@@ -181,8 +181,9 @@ func TestNewShardsBeginAtTheEarliestPosition(t *testing.T) {
 	ana := relay.Operator{Who: "ana", Why: "test"}
 	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 3);
 		INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) OVERRIDING SYSTEM VALUE VALUES (1, '10:20:15', 8), (2, '10:12:10', 7), (3, '12:30:', 9), (4, '10:14:13', 7);
-		INSERT INTO effectonce.outbox_progress (relay, shard, shards, tick, next_tick, seq, floor, epoch, published, system_identifier, timeline) VALUES
-			('default', 0, 3, 1, 3, 8, 5, 7, 100, 1, 1), ('default', 1, 3, 2, 3, 9, 6, 107, 10, 1, 1), ('default', 2, 3, 3, NULL, 0, 4, 7, 1, 1, 1)`)
+		INSERT INTO effectonce.outbox_progress (relay, shard, shards, epoch, system_identifier, timeline) VALUES ('default', 0, 3, 7, 1, 1), ('default', 1, 3, 107, 1, 1), ('default', 2, 3, 7, 1, 1);
+		INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published) VALUES
+			('default', 0, 3, 7, 1, 3, 8, 5, 100), ('default', 1, 2, 107, 2, 3, 9, 6, 10), ('default', 2, 9, 7, 3, NULL, 0, 4, 1)`)
 	change := func(shards int16, want []int64) {
 		t.Helper()
 		_, err := relay.SetShards(t.Context(), pool, ana, shards)
@@ -190,7 +191,7 @@ func TestNewShardsBeginAtTheEarliestPosition(t *testing.T) {
 		require.Equal(t, want, one[[]int64](t, pool, `SELECT ARRAY[tick, coalesce(next_tick, -1), seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 0`))
 	}
 	change(1, []int64{2, -1, 0, 4, 108, 111})
-	must(t, pool, `UPDATE effectonce.outbox_progress SET tick = 4, next_tick = 3, seq = 9`)
+	must(t, pool, `UPDATE effectonce.outbox_advances SET tick = 4, next_tick = 3, seq = 9 WHERE shard = 0`)
 	change(2, []int64{4, 3, 9, 4, 109, 111}) // one shard's position is that of all
 	require.Equal(t, []int64{4, 3, 9, 4, 109, 0}, one[[]int64](t, pool, `SELECT ARRAY[tick, next_tick, seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 1`))
 	must(t, pool, `DELETE FROM effectonce.outbox_progress WHERE shard = 1`)

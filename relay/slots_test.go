@@ -94,7 +94,7 @@ func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	for undo, change := range map[string]string{
 		`UPDATE effectonce.outbox_relays SET shards = 1 WHERE relay = 'slow'`:             `UPDATE effectonce.outbox_relays SET shards = 2 WHERE relay = 'slow'`,
 		`UPDATE effectonce.outbox_progress SET timeline = timeline - 1 WHERE shard = 0`:   `UPDATE effectonce.outbox_progress SET timeline = timeline + 1 WHERE shard = 0`,
-		`UPDATE effectonce.outbox_progress SET tick = -tick WHERE relay = 'slow'`:         `UPDATE effectonce.outbox_progress SET tick = -tick WHERE relay = 'slow'`,
+		`UPDATE effectonce.outbox_advances SET tick = -tick WHERE relay = 'slow'`:         `UPDATE effectonce.outbox_advances SET tick = -tick WHERE relay = 'slow'`,
 		`UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`: `UPDATE effectonce.outbox_progress SET system_identifier = system_identifier + 1`,
 	} {
 		_, err := pool.Exec(ctx, change)
@@ -117,12 +117,12 @@ func TestRowsOfAnotherClusterLeave(t *testing.T) {
 	}
 	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
 	drain(t, r)
-	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '9000000000000'; UPDATE effectonce.outbox_progress SET floor = 19;
+	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '9000000000000'; UPDATE effectonce.outbox_advances SET floor = 19;
 		UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
 	require.NoError(t, err)
 	require.NoError(t, r.TidyUp(ctx))
 	require.Equal(t, 20, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "the last row is above the floor")
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET floor = 20`)
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_advances SET floor = 20`)
 	require.NoError(t, err)
 	require.NoError(t, r.TidyUp(ctx))
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`))

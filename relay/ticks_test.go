@@ -29,7 +29,7 @@ func TestTickOfProgressIsKept(t *testing.T) {
 	testwait.True(t, "older ticks are removed", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) == 0
 	})
-	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress JOIN effectonce.outbox_ticks USING (tick) WHERE relay = 'away'`))
+	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now JOIN effectonce.outbox_ticks USING (tick) WHERE relay = 'away'`))
 	insert(t, pool, topic, "k", "2")
 	require.EqualValues(t, 1, drain(t, away))
 }

@@ -218,8 +218,8 @@ const ordersSQL = `
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, owner, released, trouble) VALUES
   ('billing', 'orders', 0, 7, 'host-1', true, NULL), ('billing', 'orders', 1, 40, 'host-1', false, E'offset out of range\nsecond line');
 INSERT INTO effectonce.outbox_relays (relay, created_at) VALUES ('default', clock_timestamp()), ('old', clock_timestamp() - interval '26 hours');
-INSERT INTO effectonce.outbox_progress (relay, shard, published, lease_until, updated_at) VALUES
-  ('default', 0, 3, clock_timestamp() + interval '1 hour', clock_timestamp()), ('old', 0, 7, NULL, clock_timestamp() - interval '25 hours');
+INSERT INTO effectonce.outbox_progress (relay, shard, lease_until) VALUES ('default', 0, clock_timestamp() + interval '1 hour'), ('old', 0, NULL);
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published, at) VALUES ('default', 0, 1, 0, 3, clock_timestamp()), ('old', 0, 1, 0, 7, clock_timestamp() - interval '25 hours');
 INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, attempts, locked_until, retry_at, expires_at, error) VALUES
   ('t7', 'charge', 'by-itself', sha256('x'), 'finished', '{}', NULL, 1, NULL, NULL, now() + interval '1 day', NULL),
   ('t7', 'charge', 'by-itself too', sha256('x'), 'finished', '{}', NULL, 1, NULL, NULL, now() - interval '1 hour', NULL),

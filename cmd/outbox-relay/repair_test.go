@@ -22,7 +22,8 @@ func TestSequenceIsRepaired(t *testing.T) {
 	assert.Contains(t, runOn(t, address, "doctor").stdout, "ok    sequences: no number is given twice")
 	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 7)`)
 	execSQL(t, conn, `TRUNCATE effectonce.outbox RESTART IDENTITY`)
-	execSQL(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, floor, tick, lease_until) VALUES ('default', 0, 7, 0, clock_timestamp() + interval '1 hour')`)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, lease_until) VALUES ('default', 0, clock_timestamp() + interval '1 hour')`)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, floor) VALUES ('default', 0, 1, 0, 7)`)
 	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic) VALUES ('t')`)
 	for _, command := range []string{"doctor", "status"} {
 		r := runOn(t, address, command)

@@ -141,8 +141,6 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	var id string
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT id::text FROM effectonce.outbox ORDER BY seq LIMIT 1").Scan(&id))
 	prefix := withRoles(t, address)
-	execSQL(t, conn, "GRANT UPDATE (shards) ON effectonce.outbox_relays TO "+prefix+"_operator") // not in roles.sql yet, as the next line
-	execSQL(t, conn, "GRANT INSERT, UPDATE ON effectonce.outbox_progress TO "+prefix+"_operator")
 	operator := pgtest.Login(t, address, prefix, "operator")
 	for _, line := range []string{
 		"status --interval 0s", "positions", "explain " + id, "verify --group billing", "tail --from-beginning --limit 2", "doctor", "migrate status",

@@ -18,7 +18,7 @@ func TestVerifyComparesOutboxAndTopic(t *testing.T) {
 
 	conn := connect(t, address)
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1), ($1)", topic)
-	execSQL(t, conn, "UPDATE effectonce.outbox_progress SET floor = 5")
+	execSQL(t, conn, "UPDATE effectonce.outbox_advances SET floor = 5")
 	r = runKafka(t, address, "verify", "--examples", "1")
 	assert.Equal(t, 1, r.code)
 	assert.Regexp(t, `(?m)^2 published rows are not in their topic\n  row [45] \(id \S+\) is published, but not in topic `+topic+`\n  and 1 more\nnot well\n$`, r.stdout)

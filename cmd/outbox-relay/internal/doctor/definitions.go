@@ -113,11 +113,6 @@ func readDefinitions(ctx context.Context, db operator.Querier, schema string) (s
 	return stored, owner, err
 }
 
-// optional reports whether a definition exists only after an operator's command.
-func (d definition) optional() bool {
-	return d.Kind == "trigger" && strings.HasPrefix(d.Name, "outbox_topic_allowed ")
-}
-
 // harmless reports whether a definition may exist besides those of the release: an index, or a
 // policy that limits the topics of a publisher (docs/how-to/secure.md) and runs no function.
 func (d definition) harmless() bool {
@@ -137,12 +132,6 @@ var call = regexp.MustCompile(`[\w"]\(`)
 // topicsLimited is what the text of the relation outbox ends with if its owner limits publishers.
 const topicsLimited = " ROW LEVEL SECURITY"
 
-// restored has the texts that PostgreSQL prints differently after it has parsed its own output, as
-// a restored dump makes it do.
-var restored = map[[2]string]string{ //nolint:gochecknoglobals // a table
-	{"constraint", "outbox_relays.outbox_relays_shards_are_out_of_bounds"}: "CHECK (((shards >= 1) AND (shards <= 256) AND ((shards_wanted >= 1) AND (shards_wanted <= 256))))",
-}
-
 var outboxRelation = [2]string{"relation", "outbox"} //nolint:gochecknoglobals // only read
 
 func compareDefinitions(stored, release []definition) (wrong, unknown []string) {
@@ -154,9 +143,9 @@ func compareDefinitions(stored, release []definition) (wrong, unknown []string) 
 		place := [2]string{d.Kind, d.Name}
 		text, there := texts[place]
 		switch {
-		case !there && !d.optional():
+		case !there:
 			wrong = append(wrong, fmt.Sprintf("%s %s is missing", d.Kind, d.Name))
-		case there && text != d.Text && text != restored[place] && (place != outboxRelation || text != d.Text+topicsLimited):
+		case there && text != d.Text && (place != outboxRelation || text != d.Text+topicsLimited):
 			wrong = append(wrong, fmt.Sprintf("%s %s", d.Kind, d.Name))
 		}
 		delete(texts, place)

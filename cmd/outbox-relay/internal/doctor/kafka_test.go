@@ -95,7 +95,8 @@ func TestTopicsOfRowsAreChecked(t *testing.T) {
 	// A topic is of no interest once its rows are published.
 	exec(t, conn, "DELETE FROM effectonce.outbox_dead")
 	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 0)")
-	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, tick) VALUES ('default', 0, 1)")
+	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
+	exec(t, conn, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 0, 1)")
 	require.True(t, doctor.Well(topics(t, conn)))
 }
 

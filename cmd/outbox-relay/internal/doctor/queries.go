@@ -296,7 +296,7 @@ SELECT system_identifier FROM pg_control_system()`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
 
-// sequencesSQL reports whether numbers were assigned twice: see migrations/0006, "A sequence that
+// sequencesSQL reports whether numbers were assigned twice: see migrations/0001, "A sequence that
 // is behind".
 const sequencesSQL = `-- doctor.sequences
-SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state(0, 0)`
+SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state()`

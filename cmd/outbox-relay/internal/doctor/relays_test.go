@@ -21,11 +21,11 @@ func TestOldRelaysAreFound(t *testing.T) {
 	require.Equal(t, doctor.OK, only(t, check()).Severity)
 	exec(t, conn, `INSERT INTO effectonce.outbox_relays (relay, shards, created_at)
 		SELECT unnest(ARRAY['works', 'stands by', 'stopped', 'it''s old', 'never leased']), 2, clock_timestamp() - interval '3 hours'`)
-	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, lease_until, updated_at) VALUES
-		('works', 1, 2, clock_timestamp() + interval '10 s', clock_timestamp() - interval '2 hours'),
-		('stands by', 0, 2, NULL, clock_timestamp() - interval '2 hours'),
-		('stopped', 0, 2, NULL, clock_timestamp() - interval '59 minutes'),
-		('it''s old', 0, 2, clock_timestamp() - interval '61 minutes', clock_timestamp() - interval '2 hours')`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, lease_until) VALUES
+		('works', 1, 2, clock_timestamp() + interval '10 s'), ('stands by', 0, 2, NULL), ('stopped', 0, 2, NULL), ('it''s old', 0, 2, clock_timestamp() - interval '61 minutes')`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, at) VALUES
+		('works', 1, 1, 0, clock_timestamp() - interval '2 hours'), ('stands by', 0, 1, 0, clock_timestamp() - interval '2 hours'),
+		('stopped', 0, 1, 0, clock_timestamp() - interval '59 minutes'), ('it''s old', 0, 1, 0, clock_timestamp() - interval '2 hours')`)
 	exec(t, conn, `INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES
 		('stands by', 'a', clock_timestamp() + interval '10 s'), ('it''s old', 'b', clock_timestamp() - interval '62 minutes')`)
 	found := check()
@@ -122,8 +122,8 @@ func TestShardsThatWereNeverLeasedCount(t *testing.T) {
 	assert.Contains(t, status.Problems[0], "rows wait and it never ran")
 
 	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) VALUES (pg_current_snapshot(), 100)")
-	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, tick, epoch, lease_until) VALUES
-		('default', 0, 2, 1, 1, clock_timestamp() + interval '1 minute')`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, epoch, lease_until) VALUES ('default', 0, 2, 1, clock_timestamp() + interval '1 minute')`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 1, 1)`)
 	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
 		SELECT 'default', o.seq, o.id, o.topic, o.key, '{}', now(), 'refused', 'e', 'held' FROM effectonce.outbox o`)
 	status = readStatus(t, conn, doctor.StatusOptions{})

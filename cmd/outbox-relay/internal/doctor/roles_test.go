@@ -28,7 +28,7 @@ func TestRolesHaveWhatTheDoctorAsksFor(t *testing.T) {
 WITH acls AS (
   SELECT nspname AS name, nspacl AS acl FROM pg_namespace WHERE nspname = 'effectonce'
   UNION ALL SELECT relname, relacl FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace
-  UNION ALL SELECT proname || '(bigint, bigint)', proacl FROM pg_proc WHERE pronamespace = 'effectonce'::regnamespace AND prosecdef
+  UNION ALL SELECT proname || '()', proacl FROM pg_proc WHERE pronamespace = 'effectonce'::regnamespace AND prosecdef
   UNION ALL SELECT relname || '.' || attname, attacl FROM pg_attribute JOIN pg_class c ON c.oid = attrelid WHERE c.relnamespace = 'effectonce'::regnamespace)
 SELECT a.privilege_type || ' ' || name FROM acls CROSS JOIN LATERAL aclexplode(acl) a WHERE a.grantee = $1::text::regrole`, prefix+"_"+part)
 		require.NoError(t, err)

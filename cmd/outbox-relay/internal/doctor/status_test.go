@@ -57,9 +57,9 @@ func TestStatusIsJudged(t *testing.T) {
 		"a row that waits not long":       {before: []string{row, live}, ageMax: time.Hour},
 		"a dead row":                      {before: []string{live, dead}, problem: "1 row in outbox_dead"},
 		"progress of another cluster":     {before: []string{live, "UPDATE effectonce.outbox_progress SET system_identifier = 1"}, problem: "another database cluster"},
-		"a tick that was deleted by hand": {before: []string{live, "UPDATE effectonce.outbox_progress SET tick = 7"}, problem: "tick 7"},
+		"a tick that was deleted by hand": {before: []string{live, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 0, 7)"}, problem: "tick 7"},
 	} {
-		exec(t, conn, "TRUNCATE effectonce.outbox, effectonce.outbox_progress, effectonce.outbox_replicas, effectonce.outbox_dead RESTART IDENTITY")
+		exec(t, conn, "TRUNCATE effectonce.outbox, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead RESTART IDENTITY")
 		for _, sql := range c.before {
 			exec(t, conn, sql)
 		}
@@ -81,8 +81,9 @@ func TestEachRelayIsReported(t *testing.T) {
 	conn := connect(t, pgtest.Database(t))
 	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('t'), ('t')")
 	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 2)")
-	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, tick, owner, lease_until, epoch, published)
-		VALUES ('ahead', 0, 1, 'a', clock_timestamp() + interval '1 hour', 4, 20), ('behind', 0, 0, 'b', NULL, 2, 10)`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch)
+		VALUES ('ahead', 0, 'a', clock_timestamp() + interval '1 hour', 4), ('behind', 0, 'b', NULL, 2)`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, published) VALUES ('ahead', 0, 1, 4, 1, 20), ('behind', 0, 1, 2, 0, 10)`)
 	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
 		SELECT 'ahead', n, gen_random_uuid(), 't', '{}', now(), CASE n WHEN 1 THEN 'refused' ELSE 'behind' END, 'e', 'held' FROM generate_series(1, 3) n`)
@@ -98,20 +99,23 @@ func TestEachRelayIsReported(t *testing.T) {
 	assert.Equal(t, int64(3), picked.Relays[0].Waiting)
 }
 
+const progressOf = `WITH shard AS (INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ($1, 0) RETURNING relay, shard)
+	INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published) SELECT relay, shard, 1, 0, $2 FROM shard`
+
 // The rate is what was published since an earlier look, by the database's clock; a relay that was
 // not there then began at 0.
 func TestRateIsMeasuredBetweenTwoLooks(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
-	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, published) VALUES ('old', 0, 1000)")
+	exec(t, conn, progressOf, "old", 1000)
 	assert.Nil(t, readStatus(t, conn, doctor.StatusOptions{}).Relays[0].RowsPerSecond)
 
 	before, err := doctor.ReadProgress(t.Context(), conn, "effectonce")
 	require.NoError(t, err)
 	var began, ended time.Time
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&began))
-	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, published) VALUES ('new', 0, 500)")
-	exec(t, conn, "UPDATE effectonce.outbox_progress SET published = published + 300 WHERE relay = 'old'")
+	exec(t, conn, progressOf, "new", 500)
+	exec(t, conn, "UPDATE effectonce.outbox_advances SET published = published + 300 WHERE relay = 'old'")
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp() FROM pg_sleep(0.2)").Scan(&ended))
 	status := readStatus(t, conn, doctor.StatusOptions{Before: before})
 	atMost := 1 / ended.Sub(began).Seconds()

@@ -34,8 +34,8 @@ func TestHugeBacklogIsEstimated(t *testing.T) {
 func TestCountReadsOnlyWhatWaits(t *testing.T) {
 	t.Parallel()
 	for name, progress := range map[string]string{
-		"between batches":   "INSERT INTO effectonce.outbox_progress (relay, shard, tick) VALUES ('default', 0, 1)",
-		"inside of a batch": "INSERT INTO effectonce.outbox_progress (relay, shard, tick, next_tick, seq) VALUES ('default', 0, 0, 1, 30005)",
+		"between batches":   "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 0, 1)",
+		"inside of a batch": "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq) VALUES ('default', 0, 1, 0, 0, 1, 30005)",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -45,6 +45,7 @@ func TestCountReadsOnlyWhatWaits(t *testing.T) {
 			exec(t, late, "INSERT INTO effectonce.outbox (topic) SELECT 'late' FROM generate_series(1, 5)")
 			exec(t, conn, "INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 30000)")
 			exec(t, conn, `INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 0)`)
+			exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
 			exec(t, conn, progress)
 			exec(t, conn, "INSERT INTO effectonce.outbox (topic) SELECT 'new' FROM generate_series(1, 5)")
 			exec(t, late, "COMMIT")

@@ -138,7 +138,8 @@ func TestCutDecidesWhatIsPublished(t *testing.T) {
 	exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 1, pg_current_snapshot(), 2")
 	ids[2], ids[3] = scalar[string](t, pool, insertSQL, "t"), scalar[string](t, pool, insertSQL, "t")
 	exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 2, pg_current_snapshot(), 4")
-	exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard, tick, next_tick, seq) VALUES ('default', 0, 1, 2, 3)")
+	exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
+	exec(t, pool, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq) VALUES ('default', 0, 1, 0, 1, 2, 3)")
 	require.NoError(t, late.Commit(t.Context()))
 	ids[4] = scalar[string](t, pool, insertSQL, "t")
 	states := func() (all string) {
@@ -148,11 +149,12 @@ func TestCutDecidesWhatIsPublished(t *testing.T) {
 		return all
 	}
 	assert.Equal(t, "wppww", states())
-	exec(t, pool, "UPDATE effectonce.outbox_progress SET next_tick = NULL")
+	exec(t, pool, "UPDATE effectonce.outbox_advances SET next_tick = NULL")
 	assert.Equal(t, "wpwww", states(), "seq counts only inside a batch")
-	exec(t, pool, "UPDATE effectonce.outbox_progress SET system_identifier = 1, floor = 1")
+	exec(t, pool, "UPDATE effectonce.outbox_progress SET system_identifier = 1")
+	exec(t, pool, "UPDATE effectonce.outbox_advances SET floor = 1")
 	assert.Equal(t, "pwwww", states())
-	exec(t, pool, "UPDATE effectonce.outbox_progress SET tick = 77")
+	exec(t, pool, "UPDATE effectonce.outbox_advances SET tick = 77")
 	_, err = inspect.Explain(t.Context(), pool, nil, inspect.Question{Schema: schema, Text: ids[0]})
 	require.ErrorContains(t, err, "tick")
 }

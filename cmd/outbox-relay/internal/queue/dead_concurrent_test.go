@@ -102,7 +102,7 @@ func drained(t *testing.T, conn *pgx.Conn) (is bool) {
 	t.Helper()
 	require.NoError(t, conn.QueryRow(t.Context(), `SELECT coalesce(bool_and(o.seq <= p.floor OR pg_visible_in_snapshot(o.txid, t.snapshot)
 			OR (n.tick IS NOT NULL AND o.seq <= p.seq AND pg_visible_in_snapshot(o.txid, n.snapshot))), false)
-		FROM effectonce.outbox o CROSS JOIN effectonce.outbox_progress p
+		FROM effectonce.outbox o CROSS JOIN effectonce.outbox_progress_now p
 		JOIN effectonce.outbox_ticks t ON t.tick = p.tick LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick`).Scan(&is))
 	return is
 }

@@ -47,6 +47,15 @@ WITH progress AS (
 )
 SELECT (SELECT count(*) FROM progress), (SELECT count(*) FROM paused), (SELECT count(*) FROM replicas)`
 
+// endChainsSQL ends the chains of progress: a holder that was frozen meanwhile finds its next number
+// taken. clearChainsSQL leaves these ends.
+const endChainsSQL = `-- relays.end_chains
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, seq, floor, published)
+SELECT DISTINCT ON (shard) relay, shard, n + 1, -1, tick, seq, floor, published FROM effectonce.outbox_advances WHERE relay = $1 ORDER BY shard, n DESC`
+
+const clearChainsSQL = `-- relays.clear_chains
+DELETE FROM effectonce.outbox_advances WHERE relay = $1 AND epoch >= 0`
+
 const knownSQL = `-- relays.known
 SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1)`
 

@@ -147,10 +147,17 @@ func Delete(ctx context.Context, db operator.Beginner, schema, relay string, by 
 		case dead:
 			return ErrDead
 		}
+		for _, sql := range []string{endChainsSQL, clearChainsSQL} {
+			if _, err := tx.Exec(ctx, in(sql), relay); err != nil {
+				return err
+			}
+		}
 		_, err = tx.Exec(ctx, in(noteSQL), relay, by.Who, by.Why, gone.Shards, gone.Paused)
 		return err
 	})
 	switch {
+	case pgerr.Is(err, pgerr.UniqueViolation): // a holder wrote progress meanwhile
+		return nil, fmt.Errorf("relay %q: %w", relay, ErrLive)
 	case pgerr.LockConflict(err):
 		return nil, fmt.Errorf("relay %q: %w (%s)", relay, ErrBusy, pgerr.State(err))
 	case err != nil:

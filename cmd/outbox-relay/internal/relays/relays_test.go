@@ -38,8 +38,9 @@ const (
 func two(t *testing.T, conn *pgx.Conn) {
 	t.Helper()
 	exec(t, conn, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('old', 3), ('new', 1)")
-	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, published, epoch, lease_until) VALUES
-		('old', 0, 3, 5, 1, NULL), ('old', 1, 3, 7, 1, clock_timestamp() - interval '1 second'), ('new', 0, 1, 1, 1, clock_timestamp() + interval '1 hour')`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, epoch, lease_until) VALUES
+		('old', 0, 3, 1, NULL), ('old', 1, 3, 1, clock_timestamp() - interval '1 second'), ('new', 0, 1, 1, clock_timestamp() + interval '1 hour')`)
+	exec(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published) VALUES ('old', 0, 1, 1, 5), ('old', 1, 1, 1, 7), ('new', 0, 1, 1, 1)`)
 	exec(t, conn, "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('old', 'a', clock_timestamp() - interval '1 second'), ('new', 'b', clock_timestamp() + interval '1 hour')")
 	exec(t, conn, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('old', 't', 'w', 'y'), ('new', 't', 'w', 'y')")
 	exec(t, conn, "INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash) VALUES ('old', 't', sha256('k'))")

@@ -123,8 +123,9 @@ func (s *site) again(seq int) {
 
 // everythingPublished moves progress past all rows, as if they were in the topic.
 const everythingPublished = `WITH tick AS (INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) SELECT pg_current_snapshot(), 1000000 RETURNING tick)
-	INSERT INTO effectonce.outbox_progress AS p (relay, shard, tick) SELECT 'default', 0, tick FROM tick
-	ON CONFLICT (relay, shard) DO UPDATE SET tick = excluded.tick, next_tick = NULL`
+	, shard AS (INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0) ON CONFLICT DO NOTHING)
+	INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick)
+	SELECT 'default', 0, coalesce((SELECT max(n) FROM effectonce.outbox_advances WHERE relay = 'default' AND shard = 0), 0) + 1, 0, tick FROM tick`
 
 // Property: what relay and consumer did is well, all of it was checked, and waiting rows are no
 // fault of the topic.

@@ -36,9 +36,7 @@ RETURN encode(
 
 -- The cluster whose transaction ids rows have; null where the database does not show it.
 CREATE FUNCTION effectonce.this_cluster(OUT system bigint, OUT timeline integer)
-LANGUAGE plpgsql STABLE
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   system := (SELECT c.system_identifier FROM pg_control_system() c);
   timeline := ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::integer;
@@ -47,8 +45,7 @@ EXCEPTION WHEN insufficient_privilege OR undefined_function OR feature_not_suppo
 END
 $$;
 
--- ---------------------------------------------------------------------------------------------
--- Outbox
+-- === Outbox
 
 -- Published rows leave by TRUNCATE of a whole slot, never row by row. New rows go to the slot that this
 -- sequence names; a relay turns it. The sequence only chooses: a row is right in every slot, and what may
@@ -143,8 +140,7 @@ CREATE POLICY outbox_scheduled_own ON effectonce.outbox_scheduled
   USING (publisher = current_user OR (SELECT has_table_privilege('effectonce.outbox_scheduled', 'SELECT')));
 ALTER TABLE effectonce.outbox_scheduled ENABLE ROW LEVEL SECURITY;
 
--- ---------------------------------------------------------------------------------------------
--- Relays: shards, replicas, progress
+-- === Relays: shards, replicas, progress
 
 CREATE TABLE effectonce.outbox_relays (
   relay      text        NOT NULL,
@@ -227,8 +223,7 @@ FROM effectonce.outbox_progress p
 LEFT JOIN LATERAL (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS a
   ON a.epoch >= 0;
 
--- ---------------------------------------------------------------------------------------------
--- Rows that wait
+-- === Rows that wait
 
 -- Topics whose rows wait, in outbox_dead, until the topic is resumed. Each pause has an id of its own, so that a topic
 -- which is paused again is distinguished from its earlier pause.
@@ -283,10 +278,7 @@ CREATE TABLE effectonce.outbox_dead_freed (
 -- By a trigger, so that people with psql do so, too. With the rights of the owner: a role that may delete dead rows
 -- needs no right on the table.
 CREATE FUNCTION effectonce.outbox_dead_free() RETURNS trigger
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   -- A trigger of somebody else's table would choose the types of the columns, and with them which functions run here.
   IF TG_RELID <> 'effectonce.outbox_dead'::regclass THEN
@@ -309,8 +301,7 @@ CREATE TABLE effectonce.outbox_locks (
 );
 INSERT INTO effectonce.outbox_locks (name) VALUES ('promote'), ('stamps');
 
--- ---------------------------------------------------------------------------------------------
--- The backlog, for those who write
+-- === The backlog, for those who write
 
 -- How much waits, for each relay: with the rights of the owner, so that a writer, who may read no row of the outbox, sees these
 -- numbers and nothing else. It descends some indexes, whatever waits. rows is an estimate from the sequence, rather too high;
@@ -346,8 +337,7 @@ FROM places p CROSS JOIN sequence CROSS JOIN LATERAL (
 ) oldest
 GROUP BY p.relay;
 
--- ---------------------------------------------------------------------------------------------
--- A sequence that is behind
+-- === A sequence that is behind
 
 -- A cursor compares the numbers of rows with those that it knows, so no number may be given twice. That happens after a
 -- copy by logical replication (sequences are not copied), TRUNCATE … RESTART IDENTITY or setval: rows that committed are
@@ -359,9 +349,7 @@ GROUP BY p.relay;
 CREATE FUNCTION effectonce.outbox_sequence_state(
   OUT seq_last bigint, OUT seq_known bigint, OUT tick_last bigint, OUT tick_known bigint,
   OUT reused bigint, OUT reused_since timestamptz, OUT behind boolean)
-LANGUAGE plpgsql STABLE SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
   here record;
   burying text[]; -- relays that have dead rows
@@ -422,10 +410,7 @@ $$;
 -- the sequence write them.
 CREATE FUNCTION effectonce.repair_outbox_sequences(
   OUT repaired boolean, OUT seq_before bigint, OUT seq_after bigint, OUT tick_before bigint, OUT tick_after bigint, OUT renumbered bigint)
-LANGUAGE plpgsql SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp
-SET lock_timeout = '3s'
-AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '3s' AS $$
 DECLARE
   state record;
 BEGIN
@@ -483,9 +468,7 @@ $$;
 -- since they were there first; then those of before the sequence went back, which are at most as young as a number that
 -- it has not reached again; then the others.
 CREATE FUNCTION effectonce.renumber_outbox(reached bigint, largest bigint, reused_since timestamptz) RETURNS bigint
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
   moved bigint;
 BEGIN
@@ -517,8 +500,7 @@ $$;
 REVOKE ALL ON FUNCTION effectonce.outbox_sequence_state(), effectonce.repair_outbox_sequences(),
   effectonce.renumber_outbox(bigint, bigint, timestamptz) FROM PUBLIC;
 
--- ---------------------------------------------------------------------------------------------
--- The operator's log
+-- === The operator's log
 
 -- Every retry, discard, reset and other order of a person. who is the login, db_role the role it acted as, and stated the name
 -- that the person or program gave: the database writes the first two.
@@ -535,9 +517,7 @@ CREATE TABLE effectonce.operator_actions (
 CREATE INDEX operator_actions_when ON effectonce.operator_actions ("when");
 
 CREATE FUNCTION effectonce.operator_action_written() RETURNS trigger
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   -- The owner restores rows of a dump as they are. It could disable the trigger as well.
   IF NEW.stated IS NOT NULL AND NEW."when" < transaction_timestamp()
@@ -556,9 +536,7 @@ CREATE TRIGGER operator_action_written BEFORE INSERT ON effectonce.operator_acti
 
 -- Applies to the owner as well; to remove old entries, disable the triggers.
 CREATE FUNCTION effectonce.operator_actions_stay() RETURNS trigger
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   IF TG_OP = 'TRUNCATE' AND NOT EXISTS (SELECT FROM effectonce.operator_actions) THEN
     RETURN NULL; -- as programs do that prepare a copy

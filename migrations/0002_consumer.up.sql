@@ -2,8 +2,7 @@
 
 SET search_path = pg_catalog, pg_temp;
 
--- ---------------------------------------------------------------------------------------------
--- Message IDs
+-- === Message IDs
 
 -- The smallest UUIDv7 of a point in time: the bound of a range of IDs.
 CREATE FUNCTION effectonce.uuid_floor(at timestamptz) RETURNS uuid
@@ -14,9 +13,7 @@ RETURN (lpad(to_hex((extract(epoch FROM at) * 1000)::bigint), 12, '0') || repeat
 -- is, because it carries its time; anything else as a UUIDv8 hash of scope and text with the top bit
 -- set, so that it never falls among the times. dedup.MessageID computes the same.
 CREATE FUNCTION effectonce.message_id(scope text, id text) RETURNS uuid
-LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
   alphabet CONSTANT text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
   bits bit varying := B'';
@@ -48,8 +45,7 @@ BEGIN
 END
 $$;
 
--- ---------------------------------------------------------------------------------------------
--- Claims
+-- === Claims
 
 -- Who claims. A name that belongs to another group is refused: the two would drop each other's messages.
 CREATE TABLE effectonce.consumers (
@@ -121,8 +117,7 @@ CREATE TABLE effectonce.maintenance (
   done_at     timestamptz                        -- end of the last complete run
 );
 
--- ---------------------------------------------------------------------------------------------
--- Positions
+-- === Positions
 
 -- Where each partition resumes. The row is written in the transaction that handled the messages, so it
 -- is never ahead of the effects; Kafka's committed offset may be.
@@ -185,9 +180,7 @@ CREATE TABLE effectonce.consumer_pauses (
 CREATE FUNCTION effectonce.advance_position(
   p_group text, p_topic text, p_partition integer, p_epoch bigint, p_known bigint, p_next_offset bigint, p_record_time timestamptz)
 RETURNS bigint
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
   stored bigint;
 BEGIN
@@ -210,9 +203,7 @@ $$;
 -- Raises where the caller does not hold the position any more, or the database is behind what the caller saw stored, and
 -- keeps others from taking the position over before the caller's transaction has ended.
 CREATE FUNCTION effectonce.check_position(p_group text, p_topic text, p_partition integer, p_epoch bigint, p_known bigint) RETURNS void
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   PERFORM 1 FROM effectonce.consumer_positions
   WHERE consumer_group = p_group AND topic = p_topic AND partition = p_partition AND epoch = p_epoch
@@ -229,17 +220,14 @@ $$;
 -- COMMIT. PostgreSQL runs what is left of such a cursor at COMMIT: one that comes from anybody else fails
 -- here, before it can make claims durable whose effects are still to come.
 CREATE FUNCTION effectonce.refuse_commit() RETURNS void
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   RAISE EXCEPTION 'who began the transaction ends it, not the handler' USING ERRCODE = 'EO002',
     HINT = 'Return nil to commit, or an error to roll back.';
 END
 $$;
 
--- ---------------------------------------------------------------------------------------------
--- Failures
+-- === Failures
 
 -- Attempts at messages that failed or may have killed their consumer, written before each attempt. A row
 -- goes with the success, or with the parking, of its message.
@@ -292,9 +280,7 @@ COMMENT ON TABLE effectonce.parked_messages IS
 -- with a reason of its own waits for an operator. Consumers and operators that delete need not know about it.
 -- The lock waits for a transaction that deletes the next one meanwhile; then the one behind it comes first.
 CREATE FUNCTION effectonce.parked_promote() RETURNS trigger
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   WITH first AS MATERIALIZED ( -- once: what was updated is passed over by a second reading
     SELECT f.seq FROM (SELECT DISTINCT consumer, topic, partition, sha256(key) AS hash FROM gone WHERE key IS NOT NULL AND state <> 'behind'
@@ -311,8 +297,7 @@ $$;
 CREATE TRIGGER parked_promote AFTER DELETE ON effectonce.parked_messages
   REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.parked_promote();
 
--- ---------------------------------------------------------------------------------------------
--- Fences
+-- === Fences
 
 -- The newest version of a resource that was applied.
 CREATE TABLE effectonce.fences (

@@ -64,9 +64,7 @@ COMMENT ON TABLE effectonce.idempotency_keys IS
 -- the partial index of all running keys, which looks cheaper than the primary key on an empty table.)
 CREATE FUNCTION effectonce.advance_key(
   p_scope text, p_operation text, p_key text, p_token bigint, p_phase text, p_data bytea) RETURNS void
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   UPDATE effectonce.idempotency_keys SET
     phases = array_append(phases, p_phase), data = p_data, calling = NULL, attempts = 1, error = NULL,
@@ -83,9 +81,7 @@ $$;
 CREATE FUNCTION effectonce.finish_key(
   p_scope text, p_operation text, p_key text, p_token bigint, p_phase text, p_status integer, p_headers jsonb, p_body bytea,
   p_dropped boolean, p_window interval) RETURNS void
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-AS $$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   UPDATE effectonce.idempotency_keys SET
     state = 'finished', phases = CASE WHEN p_phase IS NULL THEN phases ELSE array_append(phases, p_phase) END,

@@ -53,8 +53,7 @@ REVOKE ALL ON SCHEMA effectonce FROM effectonce_publisher, effectonce_relay, eff
 GRANT USAGE ON SCHEMA effectonce TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 GRANT SELECT ON effectonce.schema_version, effectonce.schema_compatibility TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 
--- ---------------------------------------------------------------------------------------------
--- Publisher, which a consumer's and an endpoint's handlers are too
+-- === Publisher, which a consumer's and an endpoint's handlers are too
 
 -- Whoever could give txid or seq could keep others from inserting. The default of slot reads the sequence; that is
 -- everybody's to read, unless somebody took it away. A message for later is taken back by its id and topic; whose it is, the database
@@ -67,8 +66,7 @@ GRANT SELECT ON effectonce.outbox_backlog TO effectonce_publisher, effectonce_re
 -- Functions are everybody's, unless somebody changed the defaults.
 GRANT EXECUTE ON FUNCTION effectonce.uuid_v7() TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint;
 
--- ---------------------------------------------------------------------------------------------
--- Relay
+-- === Relay
 
 -- UPDATE: after a restore into another cluster. INSERT: messages for later.
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox TO effectonce_relay;
@@ -94,8 +92,7 @@ GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effe
 -- For its metrics, too: how many requests wait for a decision, and not which.
 GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effectonce.idempotency_keys TO effectonce_relay;
 
--- ---------------------------------------------------------------------------------------------
--- Consumer
+-- === Consumer
 
 -- Nobody but the owner takes claims away or changes them: "outbox-relay prune". A role that could take the lease of
 -- this job, and then not do it, would only keep the owner from it; so it may not write in maintenance.
@@ -110,15 +107,13 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
   effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz),
   effectonce.check_position(text, text, integer, bigint, bigint) TO effectonce_consumer;
 
--- ---------------------------------------------------------------------------------------------
--- Endpoint: what executes requests by their idempotency keys
+-- === Endpoint: what executes requests by their idempotency keys
 
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_endpoint;
 GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(text, text, text, bigint, text, bytea),
   effectonce.finish_key(text, text, text, bigint, text, integer, jsonb, bytea, boolean, interval) TO effectonce_endpoint;
 
--- ---------------------------------------------------------------------------------------------
--- Operator
+-- === Operator
 
 -- It sees everything, and changes what waits for a person; each change is written down.
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,

@@ -88,8 +88,8 @@ type work struct {
 	// apart: this transaction does not advance the position. It only checks that the position is
 	// still ours.
 	apart bool
-	hints [][]byte   // keys of the messages that may be held
-	form  *claimForm // nil: use beginAsking
+	hints [][]byte      // keys of the messages that may be held
+	asks  *atomic.Int32 // batches of this lane that ask before one is taken as fresh: see begin; nil: all
 	// stored is the position after COMMIT; nil: not advanced. Only the caller that waited for the
 	// transaction may use it.
 	stored *int64

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -35,13 +36,13 @@ func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Position{taken[0].pos, newClaimForm()}, nil
+	return &Position{taken[0].pos, newAsks()}, nil
 }
 
 // Position is a held partition.
 type Position struct {
 	p    *position
-	form *claimForm
+	asks *atomic.Int32
 }
 
 // messages makes n messages whose IDs are made of numbers from first on.
@@ -59,7 +60,7 @@ func (e *Engine) messages(at *Position, first, n int) []*Message {
 
 // Apply runs one batch of messages.
 func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
-	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), form: at.form})
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks})
 	return out.fresh, err
 }
 
@@ -202,7 +203,7 @@ func (at *Position) HandledFrom(offset int64) { at.p.handledFrom = offset }
 
 // ApplyApart is Apply as a worker does it: the position is advanced separately.
 func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {
-	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), form: at.form, apart: true})
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks, apart: true})
 	return out.fresh, err
 }
 

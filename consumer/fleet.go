@@ -55,7 +55,7 @@ func (l *lane) worker() *lane {
 		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, idSources: l.idSources, breaker: l.breaker, careful: l.careful,
 		tried: l.tried, committed: func(*Message, outcome) {}, regain: l.regain, restart: l.restart, noted: l.noted, does: laneState{state: StateRunning},
 	}
-	w.work.apart, w.work.form = true, newClaimForm()
+	w.work.apart, w.work.asks = true, newAsks()
 	return w
 }
 

@@ -4,37 +4,49 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
+	"sync/atomic"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
 )
 
+// newAsks makes the first batch ask: after a restart, the first messages may be the last committed
+// ones. (An atomic number, because an abandoned handler may still hold the transaction of a batch
+// while its lane runs the next attempt.)
+func newAsks() *atomic.Int32 {
+	asks := &atomic.Int32{}
+	asks.Store(1)
+	return asks
+}
+
+// asksMax is how many batches ask after one was taken as fresh and had a duplicate: duplicates come in
+// runs, and a failed try costs about as much as a successful one saves.
+const asksMax = 20
+
 // begin starts the transaction and claims, in one round trip: either it takes every message as
 // fresh, or it asks for each. If the first form meets a duplicate, nothing has happened yet, and
-// the second one follows.
+// the second one follows. The same constraint decides both; the choice affects only cost.
 func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 	ids := e.claimsIDs(w)
 	if ids && e.trusts(w) {
 		c, err := e.beginFresh(ctx, t, w)
 		if err == nil {
-			w.form.succeeded()
 			return c, nil
 		}
-		w.form.refused() // after any other error, too: next is the form without COPY
+		w.asks.Store(asksMax) // after any other error, too: next is the form without COPY
 		if !errors.Is(err, dedup.ErrTaken) {
 			return c, err
 		}
 		if err := e.rollBack(ctx, t); err != nil {
 			return claimed{}, err
 		}
+		return e.beginAsking(ctx, t, w)
 	}
 	c, err := e.beginAsking(ctx, t, w)
-	if err == nil && ids && w.form != nil {
-		w.form.asked(w.claimedBefore(c.fresh))
+	if err == nil && ids && w.asks != nil && w.asks.Load() > 0 {
+		w.asks.Add(-1)
 	}
 	return c, err
 }
@@ -50,7 +62,7 @@ const freshMin = 20
 // trusts reports whether to take messages as fresh. Messages that this consumer has handled before
 // are likely duplicates, and messages with held keys must be asked for.
 func (e *engine) trusts(w *work) bool {
-	if w.form == nil || len(w.msgs) < freshMin || !w.form.trusts() {
+	if w.asks == nil || len(w.msgs) < freshMin || w.asks.Load() > 0 {
 		return false
 	}
 	if w.pos.stored != nil && w.msgs[0].Offset < *w.pos.stored {
@@ -99,25 +111,4 @@ func (e *engine) rollBack(ctx context.Context, t *tx) error {
 	defer cancel()
 	_, err := t.conn.Exec(ctx, "ROLLBACK")
 	return err
-}
-
-// claimedBefore counts the messages that an earlier transaction claimed. A message that is in the
-// batch twice, for example because its producer missed an acknowledgement, is no reason to ask.
-func (w *work) claimedBefore(fresh []bool) int {
-	if !slices.Contains(fresh, false) {
-		return 0
-	}
-	ids := map[uuid.UUID]struct{}{}
-	for i, msg := range w.msgs {
-		if fresh[i] {
-			ids[msg.ID] = struct{}{}
-		}
-	}
-	before := 0
-	for i, msg := range w.msgs {
-		if _, here := ids[msg.ID]; !fresh[i] && !here {
-			before++
-		}
-	}
-	return before
 }

@@ -59,26 +59,27 @@ func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 			t.Parallel()
 			engine, at, pool := freshEngine(t, cfg)
 			offset, total := int64(0), 0
-			apply := func(fresh, duplicates, kept int, numbers ...int) {
+			apply := func(fresh, duplicates, asks int, numbers ...int) {
 				t.Helper()
 				out, err := engine.ApplyNumbers(t.Context(), at, offset, false, numbers...)
 				require.NoError(t, err)
 				require.Equal(t, consumer.Outcome{Fresh: fresh, Duplicates: duplicates}, out)
-				require.Equal(t, kept, at.Kept())
+				require.Equal(t, asks, at.Asks())
 				offset, total = offset+int64(len(numbers)), total+fresh
 				var effects int
 				require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects").Scan(&effects))
 				require.Equal(t, total, effects)
 			}
 			apply(50, 2, 0, append(numbers(0, 50), 8, 8)...) // asks; the next batch need not ask
-			apply(50, 0, 1, numbers(50, 100)...)             // is taken as fresh
-			apply(50, 50, 2, append(numbers(100, 150), slices.Repeat([]int{148}, 50)...)...)
-			apply(50, 1, 0, append(numbers(150, 200), 98)...) // is refused
-			apply(50, 0, 0, numbers(200, 250)...)             // asks
-			apply(50, 0, 0, numbers(250, 300)...)
-			apply(50, 0, 1, numbers(300, 350)...)
-			apply(0, 50, 0, even(0, 100)...)
-			apply(1, 0, 0, 351) // too few to be worth it
+			apply(50, 0, 0, numbers(50, 100)...)             // is taken as fresh
+			apply(50, 50, 0, append(numbers(100, 150), slices.Repeat([]int{148}, 50)...)...)
+			apply(50, 1, 20, append(numbers(150, 200), 98)...) // is refused
+			for i := range 20 {
+				apply(20, 0, 19-i, numbers(200+20*i, 220+20*i)...) // ask
+			}
+			apply(50, 0, 0, numbers(600, 650)...)
+			apply(0, 50, 20, even(0, 100)...)
+			apply(1, 0, 19, 651) // too few to be worth it
 		})
 	}
 }
@@ -98,7 +99,7 @@ func TestABatchTakenAsFreshHeedsTheMark(t *testing.T) {
 			out, err := engine.ApplyNumbers(t.Context(), at, 50, false, numbers(50, 100)...)
 			require.NoError(t, err)
 			require.Equal(t, consumer.Outcome{Parked: 50}, out)
-			require.Equal(t, 1, at.Kept())
+			require.Zero(t, at.Asks())
 		})
 	}
 }
@@ -111,7 +112,7 @@ func TestABatchTakenAsFreshIsFencedByTheServer(t *testing.T) {
 	at.Trust()
 	_, err := engine.ApplyNumbers(t.Context(), at, 0, true, numbers(0, 50)...)
 	require.NoError(t, err)
-	require.Equal(t, 1, at.Kept())
+	require.Zero(t, at.Asks())
 	at.MoveServer()
 	_, err = engine.ApplyNumbers(t.Context(), at, 50, true, numbers(50, 100)...)
 	require.Error(t, err)

@@ -72,7 +72,7 @@ func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan s
 	l := &lane{
 		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, does: laneState{state: StateRunning},
 		scope: c.names[pos.topic], idSources: c.rules[pos.topic].Sources(),
-		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), form: newClaimForm()},
+		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), asks: newAsks()},
 		breaker: newBreaker(c.engine.cfg.ParkShareMax),
 	}
 	if pos.stuck > 0 {

@@ -7,24 +7,11 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// ClaimForm is the choice of forms without an engine.
-type ClaimForm struct{ *claimForm }
-
-func NewClaimForm() *ClaimForm { return &ClaimForm{newClaimForm()} }
-
-func (f *ClaimForm) Trusts() bool         { return f.trusts() }
-func (f *ClaimForm) Asked(duplicates int) { f.asked(duplicates) }
-func (f *ClaimForm) Refused()             { f.refused() }
-func (f *ClaimForm) Succeeded()           { f.succeeded() }
-
-// Bounds of the choice.
-const CleanMin, CleanMax, GoodRun = cleanMin, cleanMax, goodRun
-
-// Kept is how many batches in a row were taken as fresh, and were.
-func (p *Position) Kept() int { return p.form.kept }
+// Asks is how many batches ask before one is taken as fresh again.
+func (p *Position) Asks() int { return int(p.asks.Load()) }
 
 // Trust makes the next batch be taken as fresh.
-func (p *Position) Trust() { p.form.asks = 0 }
+func (p *Position) Trust() { p.asks.Store(0) }
 
 // Outcome is what a batch came to.
 type Outcome struct{ Fresh, Duplicates, Parked int }
@@ -43,7 +30,7 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 			msgs[i].ID = dedup.MessageID("test", text)
 		}
 	}
-	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), form: at.form, apart: apart})
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), asks: at.asks, apart: apart})
 	if err != nil {
 		return Outcome{}, err
 	}

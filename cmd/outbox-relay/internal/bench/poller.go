@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -64,11 +65,8 @@ const postgresEpoch = 946_684_800 * 1_000_000
 // readPage makes the same records as the relay, and returns them with the places of their rows. As
 // the relay, it reads values in binary form. The last argument of the statement is the number of
 // rows.
-func readPage(ctx context.Context, from interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-}, sql string, args ...any,
-) (page []*kgo.Record, places []int64, err error) {
-	rows, err := from.Query(ctx, sql, args...)
+func readPage(ctx context.Context, db operator.Querier, sql string, args ...any) (page []*kgo.Record, places []int64, err error) {
+	rows, err := db.Query(ctx, sql, args...)
 	if err != nil {
 		return nil, nil, fmt.Errorf("read rows: %w", err)
 	}

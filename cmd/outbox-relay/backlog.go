@@ -8,8 +8,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 )
 
-// backlogLimits on the outbox change nothing: "run" reports them as a metric, "doctor" as a
-// warning.
+// backlogLimits on the outbox change nothing: "run" reports them as a metric.
 type backlogLimits struct {
 	age time.Duration
 	mib int

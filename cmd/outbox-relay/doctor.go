@@ -22,12 +22,10 @@ type doctorReport struct {
 
 // doctorOptions are the flags of the command.
 type doctorOptions struct {
-	limit, keep   time.Duration
-	ageMax        time.Duration
+	limit         time.Duration
 	lagAgeMax     time.Duration
 	progressTopic string
 	topicPrefix   string
-	backlog       backlogLimits
 }
 
 // defaultProgressTopic is relay.Config's.
@@ -42,12 +40,13 @@ func newDoctor(s *cli.Settings) *cobra.Command {
 		Long: `Check the setup and print a remedy for each problem. Run it with the relay's role and settings. It changes nothing.
 Exit status 1 if a check fails; warnings do not count.
 
-  database   connection, pooler, durability, clock, rights, tables, sequences that went back; functions, triggers and
-             constraints that differ from the release
-  blockers   long and prepared transactions, replication slots, autovacuum
-  outbox     relays under an old name, slots that do not rotate, overdue scheduled messages, backlog, limited roles
-  consumers  halted partitions, late or missing consumers, paused topics, ID rules, dedup windows against topic
-             retention, parked messages, positions of groups that are gone
+  status     what makes "outbox-relay status" not well, and its notes
+  database   connection, pooler, durability, rights, tables; functions, triggers and constraints that differ from the
+             release
+  blockers   long and prepared transactions, replication slots
+  outbox     limited roles
+  consumers  dedup windows against topic retention, parked messages without a partition, positions of groups that are
+             gone
   requests   idempotency keys that wait for a decision, a completer or a reaper
   Kafka      brokers, and the topics that rows and consumers name`,
 		Example: `  outbox-relay doctor
@@ -69,12 +68,9 @@ Exit status 1 if a check fails; warnings do not count.
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
-	cli.AddDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox: --keep of \"run\"")
-	cli.AddDuration(cmd.Flags(), &options.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait while no replica runs")
 	addLagAgeMax(cmd.Flags(), &options.lagAgeMax)
 	cli.AddText(cmd.Flags(), "progress-topic", 249, "topic of the progress of \"run --exactly-once\"; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
 	addTopicPrefix(cmd.Flags(), &options.topicPrefix)
-	options.backlog.addFlags(cmd.Flags())
 	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
@@ -97,7 +93,6 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	findings = append(findings, doctor.Pooler(limited, s.Connect)...)
 	findings = append(findings, doctor.Server(limited, conn)...)
 	findings = append(findings, doctor.Durability(limited, conn)...)
-	findings = append(findings, doctor.Clock(limited, conn)...)
 	findings = append(findings, doctor.OpenTransactions(limited, conn)...)
 	findings = append(findings, doctor.ReplicationSlots(limited, conn)...)
 	tables := doctor.Rights(limited, conn, s.Schema)
@@ -109,16 +104,9 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 		return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, nil, options)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Sequences(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Definitions(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Autovacuum(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Relays(limited, conn, s.Schema, options.ageMax)...)
-	findings = append(findings, doctor.Replicas(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Slots(limited, conn, s.Schema, options.keep)...)
-	findings = append(findings, doctor.BacklogLimits(limited, conn, s.Schema, doctor.Limits{Age: options.backlog.age, Bytes: options.backlog.bytes()})...)
-	findings = append(findings, doctor.Later(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.Schema)...)
-	findings = append(findings, doctor.Consuming(limited, conn, s.Schema, options.lagAgeMax)...)
+	findings = append(findings, doctor.Pipeline(limited, conn, s.Schema, options.lagAgeMax)...)
 	return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, conn, options)...)
 }
 

@@ -2,7 +2,6 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"net"
 	"strconv"
 	"strings"
@@ -11,7 +10,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 )
 
 // Settings of the endpoints.
@@ -25,8 +23,7 @@ const (
 type endpoints struct {
 	listen *pflag.Flag // to know whether it was set
 	addr   string      // empty: off
-	pprof  bool
-	token  monitor.Token
+	pprof  string      // empty: off
 	every  time.Duration
 }
 
@@ -34,11 +31,16 @@ func (e *endpoints) addFlags(flags *pflag.FlagSet) {
 	cli.AddOption(flags, "listen", "address", listenStandard, "address of /healthz, /readyz and /metrics, as host:port, or off", e.parseListen)
 	e.listen = flags.Lookup("listen")
 	cli.AddDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two reads of the database for /metrics")
-	cli.AddBool(flags, &e.pprof, "pprof", "also serve /debug/pprof/, with the token of --admin-token-file")
-	cli.AddOption(flags, "admin-token-file", "file", "", fmt.Sprintf("file with the token that --pprof requires, at least %d bytes", monitor.TokenBytesMin), func(path string) (err error) {
-		e.token, err = monitor.ReadToken(path)
-		return err
-	})
+	cli.AddOption(flags, "pprof-address", "address", "", "address of /debug/pprof/, as host:port with a loopback IP; default: off", e.parsePProf)
+}
+
+func (e *endpoints) parsePProf(text string) error {
+	host, _, err := net.SplitHostPort(text)
+	if err != nil || !net.ParseIP(host).IsLoopback() {
+		return errors.New("want host:port with a loopback IP, such as 127.0.0.1:6060: profiles show internals")
+	}
+	e.pprof = text
+	return nil
 }
 
 func (e *endpoints) parseListen(text string) error {
@@ -59,11 +61,8 @@ func (e *endpoints) parseListen(text string) error {
 
 // Validate refuses flags that conflict.
 func (e *endpoints) Validate() error {
-	switch {
-	case e.pprof && e.addr == "":
-		return errors.New("--pprof with --listen off: want an address, or no --pprof")
-	case e.pprof && !e.token.Set():
-		return errors.New("--pprof without a token: want --admin-token-file")
+	if e.pprof != "" && e.addr == "" {
+		return errors.New("--pprof-address with --listen off: want an address for both")
 	}
 	return nil
 }

@@ -34,11 +34,10 @@ func newExplain(s *cli.Settings) *cobra.Command {
 attempts, parking, messages of its handlers, operators' actions.
 
 ID is a message ID (as the message carries it, or as in logs), topic/partition/offset, or a request's idempotency key. A
-request's messages are found under Key.ChildID of its phases, of "publish", of "publish:0" to "publish:9" or of the
-operation's name; the request of a message only among the first 100,000 keys.
+request's messages are found under Key.ChildID of its phases.
 
 Topics are only searched with --brokers: the row's topic from its time on, in the partition of its key; without a row
-from the ID's time, or --since, the topics of all consumers or --topic. The whole outbox is read once.
+from the ID's time, or --since, the topics of all consumers or --topic. The whole outbox is read at least once.
 
 Exit status 1 if nothing is known of the ID, or if Kafka failed: then the rest is shown with the error.`,
 		Example: `  outbox-relay explain 0192f0c1-2b3c-7def-8123-456789abcdef

@@ -156,7 +156,7 @@ func TestGoldenOfMistakes(t *testing.T) {
 
 		"''", "statsu", "migrate upp", "run --leese 3s", "run -brokers=x", "run --lease", "verify --topic ''", "status now", "version --json=perhaps", "help frobnicate",
 		"run --poll-min 1s", "run --topic-prefix 'a b'",
-		"bench relay --rows 7 --rounds 0", "bench relay --scenario drain,everything --backlog-rows 1",
+		"bench relay --rows 7 --rounds 0",
 		"replay --to 2026-01-01T00:00:00Z", "replay --from 7 --to 7", "replay --from 0 --to 7", "replay --from 2026-01-01T00:00:00Z --to 2026-01-01T00:00:00Z",
 		"dead discard --topic orders", "dead retry --reason bad", "dead retry --state dead", "dead retry --id x", "dead retry --id 77",
 		"parked retry", "parked discard", "parked discard --topic orders", "parked retry --key base64:?", "parked retry --older-than soon", "parked show a b", "parked retry --id orders/0/77",

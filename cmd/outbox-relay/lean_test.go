@@ -14,7 +14,7 @@ func TestLeanProgramLinksNoServers(t *testing.T) {
 	t.Parallel()
 	list, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "-tags", "lean", ".").CombinedOutput()
 	require.NoError(t, err, string(list))
-	for _, module := range []string{"testcontainers", "kfake", "ThreeDotsLabs/watermill", "embedded-postgres", "docker/docker", "internal/servers"} {
+	for _, module := range []string{"testcontainers", "kfake", "embedded-postgres", "docker/docker", "internal/servers"} {
 		assert.NotContains(t, string(list), module)
 	}
 }

@@ -57,36 +57,6 @@ func TestMigrateRoles(t *testing.T) {
 	assert.Contains(t, stranger.stderr, "as the owner of the tables, with CREATEROLE")
 }
 
-// Property: a role that existed before is reported: that it existed, can log in, has members, also
-// through other roles, and is a member itself. A new role is not reported. Row S7 of guarantees.md.
-func TestMigrateRolesReportsWhatItAdopts(t *testing.T) {
-	t.Parallel()
-	address := pgtest.Database(t)
-	prefix := pgtest.RolePrefix(t, address)
-	conn := connect(t, address)
-	execSQL(t, conn, strings.ReplaceAll(`CREATE ROLE PREFIX_publisher LOGIN CREATEDB; CREATE ROLE PREFIX_shop LOGIN; CREATE ROLE PREFIX_apps; CREATE ROLE PREFIX_audit;
-		GRANT PREFIX_publisher TO PREFIX_apps; GRANT PREFIX_apps TO PREFIX_shop; GRANT PREFIX_audit TO PREFIX_publisher; CREATE ROLE PREFIX_relay`, "PREFIX", prefix))
-	apply := func(args ...string) result {
-		return runOn(t, address, append([]string{"migrate", "roles", "--apply", "--prefix", prefix}, args...)...)
-	}
-	r := apply()
-	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, strings.ReplaceAll(`schema effectonce: rights of PREFIX_publisher, PREFIX_relay, PREFIX_consumer, PREFIX_endpoint, PREFIX_operator
-role PREFIX_publisher existed before: it can log in and has CREATEDB; members: PREFIX_apps, PREFIX_shop (can log in); it is a member of PREFIX_audit
-role PREFIX_relay existed before: it cannot log in; members: none
-`, "PREFIX", prefix), r.stdout)
-	roles, is := apply("--json").object(t)["roles"].([]any)
-	require.True(t, is)
-	require.Len(t, roles, 5)
-	assert.Equal(t, map[string]any{
-		"role": prefix + "_publisher", "adopted": true, "can_log_in": true, "create_db": true, "member_of": []any{prefix + "_audit"},
-		"members": []any{
-			map[string]any{"role": prefix + "_apps", "can_log_in": false, "grants_only": false},
-			map[string]any{"role": prefix + "_shop", "can_log_in": true, "grants_only": false},
-		},
-	}, roles[0])
-}
-
 // Property: a role whose members could do more than the schema's rights allow is refused, by
 // --apply and by what is printed, with a remedy, and nothing is changed. Rows S7, S18 of guarantees.md.
 func TestMigrateRolesRefusesMightyRoles(t *testing.T) {

@@ -46,8 +46,8 @@ signal ends the process at once; the next replica then publishes the last rows a
 It waits for an unreachable database: at the start for --database-wait, later indefinitely. What the database refuses,
 such as a password, is an error at once.
 
-  outbox-relay run --listen :9464                                  # in a container
-  outbox-relay run --pprof --admin-token-file /run/secrets/admin   # profiles`,
+  outbox-relay run --listen :9464                   # in a container
+  outbox-relay run --pprof-address 127.0.0.1:6060   # profiles`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return r.run(cmd.Context(), s.Logger(cmd.ErrOrStderr()))

@@ -9,7 +9,7 @@ import (
 )
 
 // tryout returns the constructors of the commands that bring servers of their own. The build tag
-// "lean" leaves them out, and with them embedded PostgreSQL, kfake, testcontainers and Watermill.
+// "lean" leaves them out, and with them embedded PostgreSQL, kfake and testcontainers.
 func tryout() []func(*cli.Settings) *cobra.Command {
 	return []func(*cli.Settings) *cobra.Command{newDemo, newServers, newBench}
 }

@@ -4,8 +4,6 @@ import (
 	"bufio"
 	"context"
 	"fmt"
-	"io"
-	"os"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -23,7 +21,7 @@ func (w *work[P, R]) confirm(ctx context.Context, conn *pgx.Conn, places []P, st
 	}
 	words, what := w.words(), w.what(len(places))
 	refused := usageError{fmt.Errorf("%s would be discarded, and are %s: --dry-run shows them, --yes confirms", what, words.lost)}
-	if !isTerminal(std.in) || w.order.json {
+	if !terminal.IsTerminal(std.in) || w.order.json {
 		return refused
 	}
 	rows, err := w.these(ctx, conn, places, parkedListMax)
@@ -60,13 +58,4 @@ func (w *work[P, R]) what(n int) string {
 		what += ", and all " + w.words().rows() + " behind them,"
 	}
 	return what
-}
-
-func isTerminal(in io.Reader) bool {
-	file, ok := in.(*os.File)
-	if !ok {
-		return false
-	}
-	info, err := file.Stat()
-	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }

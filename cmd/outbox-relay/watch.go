@@ -20,12 +20,11 @@ const watchConnections = 2
 
 // watch serves health and metrics until the relay has stopped. Nil does nothing: --listen off.
 type watch struct {
-	endpoints *endpoints
-	at        net.Addr
-	state     *monitor.State
-	metrics   *metrics.Metrics
-	server    *monitor.Server
-	pool      *pgxpool.Pool // nil until begin
+	at      net.Addr
+	state   *monitor.State
+	metrics *metrics.Metrics
+	server  *monitor.Server
+	pool    *pgxpool.Pool // nil until begin
 
 	stops []context.CancelFunc
 	work  sync.WaitGroup
@@ -47,25 +46,31 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the default address is in use; give --listen", "error", err)
 		return nil, nil //nolint:nilnil // see watch
 	}
-	w := &watch{endpoints: &r.endpoints, at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
+	w := &watch{at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
 		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
 		BacklogAgeMax: r.limits.age, BacklogBytesMax: r.limits.bytes(),
 	})}
-	w.server, err = monitor.New(monitor.Config{
-		Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(),
-		PProf: r.endpoints.pprof, Token: r.endpoints.token, Logger: logger,
-	})
-	if err != nil {
-		_ = listener.Close()
-		return nil, err
+	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
+	if r.endpoints.pprof != "" {
+		profiles, err := config.Listen(ctx, "tcp", r.endpoints.pprof)
+		if err != nil {
+			_ = listener.Close()
+			return nil, fmt.Errorf("cannot listen on %s: %w: give another --pprof-address", r.endpoints.pprof, err)
+		}
+		w.serve(ctx, logger, "/debug/pprof/", profiles, w.server.RunProfiles)
+		logger.InfoContext(ctx, "listening for /debug/pprof/", "pprof_address", profiles.Addr().String())
 	}
+	w.serve(ctx, logger, "/healthz, /readyz and /metrics", listener, w.server.Run)
+	return w, nil
+}
+
+func (w *watch) serve(ctx context.Context, logger *slog.Logger, what string, listener net.Listener, run func(context.Context, net.Listener) error) {
 	lives := w.lives(ctx)
 	w.work.Go(func() {
-		if err := w.server.Run(lives, listener); err != nil {
-			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
+		if err := run(lives, listener); err != nil {
+			logger.ErrorContext(ctx, what+" stopped", "error", err)
 		}
 	})
-	return w, nil
 }
 
 // lives returns a context that close ends, later than the relay's.
@@ -91,7 +96,7 @@ func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logg
 	if !loopback(w.at) {
 		reach = "other machines too"
 	}
-	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach, "pprof", w.endpoints.pprof)
+	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach)
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
 	lives := w.lives(ctx)

@@ -22,10 +22,6 @@ import (
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// ErrNotOwn is returned if the schema of the example's name exists and the example did not create
-// it. Nothing was changed.
-var ErrNotOwn = ownschema.ErrNotOwn
-
 // Site is the environment of an example: database, brokers and topic.
 type Site struct {
 	Pool   *pgxpool.Pool // its connections have the example's schema in their search_path

@@ -2,7 +2,8 @@ package bench_test
 
 import (
 	"bytes"
-	"os"
+	"context"
+	"encoding/json"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -17,7 +18,7 @@ import (
 // A run that lost or doubled an effect gives no figure but an error.
 func TestALostOrDoubledEffectIsNoFigure(t *testing.T) {
 	t.Parallel()
-	on := bench.Servers{DatabaseURL: pgtest.EmptyDatabase(t), Brokers: kafkatest.Brokers(t)}
+	on := bench.Options{DatabaseURL: pgtest.EmptyDatabase(t), Brokers: kafkatest.Brokers(t), Progress: func(string) {}}
 	const insert = `INSERT INTO effectonce.bench_effects (account, body) SELECT 'a', convert_to(n::text, 'UTF8') FROM `
 	require.NoError(t, bench.Judge(t.Context(), on, 10, insert+`generate_series(1, 10) AS n`))
 	err := bench.Judge(t.Context(), on, 10, insert+`generate_series(1, 9) AS n`)
@@ -29,15 +30,11 @@ func TestALostOrDoubledEffectIsNoFigure(t *testing.T) {
 // Wrong options are all reported at once, before anything is touched.
 func TestWrongOptions(t *testing.T) {
 	t.Parallel()
-	_, err := bench.Consume(t.Context(), bench.ConsumeOptions{Messages: 1, Partitions: 1000, Rounds: -1})
-	for _, part := range []string{"messages 1: want 2000 to 5000000", "partitions 1000: want 1 to 100", "rounds -1: want 1 to 25", "are required"} {
-		require.ErrorContains(t, err, part)
-	}
-	_, err = bench.Relay(t.Context(), bench.RelayOptions{Rows: 1, LatencySeconds: 1000, LargeRows: -1, IdleSeconds: 601})
-	for _, part := range []string{
-		"rows 1: want 2000 to 5000000", "large rows -1: want 0 to 100000000", "idle seconds 601: want 1 to 600", "latency seconds 1000: want 1 to 600", "are required",
-	} {
-		require.ErrorContains(t, err, part)
+	for _, measure := range []func(context.Context, bench.Options) (*bench.Report, error){bench.Consume, bench.Relay} {
+		_, err := measure(t.Context(), bench.Options{Messages: 1, Rows: 1, Rounds: -1})
+		for _, part := range []string{"messages 1: want 2000 to 5000000", "rows 1: want 2000 to 5000000", "rounds -1: want 1 to 25", "are required"} {
+			require.ErrorContains(t, err, part)
+		}
 	}
 }
 
@@ -53,29 +50,26 @@ func TestRate(t *testing.T) {
 	assert.False(t, done)
 }
 
-// All scenarios of the relay's benchmark come to their end, with figures, and what was made on the
-// servers is gone afterwards.
-func TestScenarios(t *testing.T) {
+// The benchmark of the relay comes to its end, with figures, and what was made on the servers is
+// gone afterwards.
+func TestRelay(t *testing.T) {
 	longtest.Only(t, "the benchmark")
 	t.Parallel()
-	on := bench.Servers{DatabaseURL: pgtest.EmptyDatabase(t), Brokers: kafkatest.Own(t).Brokers}
-	program, err := os.Executable()
+	on := bench.Options{DatabaseURL: pgtest.EmptyDatabase(t), Brokers: kafkatest.Own(t).Brokers, Rows: bench.RowsMin, Rounds: 2}
+	report, err := bench.Relay(t.Context(), on)
 	require.NoError(t, err)
-	scenarios, err := bench.ParseScenarios("all")
+	encoded, err := json.Marshal(report)
 	require.NoError(t, err)
-	report, err := bench.Relay(t.Context(), bench.WithShardPages(bench.RelayOptions{
-		Servers: on, Rows: bench.RowsMin, Partitions: 2, Rounds: 1, LatencySeconds: 1, LargeRows: 2 * bench.RowsMin, IdleSeconds: 1,
-		Command: []string{program, childArgument}, Scenarios: scenarios, BacklogRows: []int{2000, 5000}, ShardRows: 20_000,
-	}, 20))
-	require.NoError(t, err)
-	assert.Len(t, report.Load, 6)
-	assert.Len(t, report.Network, 3)
-	assert.Len(t, report.Backlogs, 6)
-	assert.Len(t, report.Shards, 3)
+	var found map[string]any
+	require.NoError(t, json.Unmarshal(encoded, &found))
+	for _, key := range []string{"skip_locked", "bare_cursor", "relay", "exactly_once", "p50_ms", "p99_ms"} {
+		assert.IsType(t, 0.0, found[key], key)
+		assert.LessOrEqual(t, found[key+"_min"], found[key+"_max"], key)
+	}
 	var table bytes.Buffer
 	require.NoError(t, report.WriteTable(&table))
-	assert.Regexp(t, `(?m)^relay +\d+ +[\d.]+x$`, table.String())
-	assert.Regexp(t, `(?m)^steady load, 500 a second, poller: median +[\d.]+ ms$`, table.String())
+	assert.Regexp(t, `(?m)^relay \(at least once\) +\d+ +\d+\.\.\d+ +rows/s +[\d.]+x$`, table.String())
+	assert.Contains(t, table.String(), "are too few")
 	var schemas int
 	require.NoError(t, pgtest.Connect(t, on.DatabaseURL).QueryRow(t.Context(), `SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'effectonce%'`).Scan(&schemas))
 	assert.Zero(t, schemas)

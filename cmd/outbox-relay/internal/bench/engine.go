@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
@@ -15,13 +14,19 @@ import (
 // errAllDone stops a consumer that handled everything.
 var errAllDone = errors.New("every message is handled")
 
-// engine runs package consumer over a topic and returns its rate. It uses only defaults.
-func (b *consumeBench) engine(ctx context.Context, l load, group string, handler consumer.Handler, level consumer.Dedup) (float64, error) {
-	pool, err := b.newPool(ctx, b.opts.Partitions+2)
+// engine runs package consumer over a topic and returns its rate. It uses only defaults; the
+// effects of a batch go in one round trip.
+func (b *consumeBench) engine(ctx context.Context, l load, group string, level consumer.Dedup) (float64, error) {
+	pool, err := b.newPool(ctx, consumePartitions+2)
 	if err != nil {
 		return 0, err
 	}
 	defer pool.Close()
+	effect := b.sql(effectSQL)
+	handler := consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+		q.Queue(effect, string(msg.Key), msg.Value)
+		return nil
+	})
 	run, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	m := &meter{want: l.messages}
@@ -46,18 +51,4 @@ func (b *consumeBench) engine(ctx context.Context, l load, group string, handler
 		return 0, cause
 	}
 	return m.rate()
-}
-
-// newPool creates a pool for one run, so that every variant prepares its own statements.
-func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, error) {
-	config, err := pgxpool.ParseConfig(s.DatabaseURL)
-	if err != nil {
-		return nil, fmt.Errorf("database URL: %w", err)
-	}
-	config.MaxConns = int32(connections)
-	pool, err := pgxpool.NewWithConfig(ctx, config)
-	if err != nil {
-		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return pool, nil
 }

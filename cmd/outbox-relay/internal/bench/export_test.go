@@ -19,23 +19,16 @@ func Rate(want int, commits ...int) (rate float64, done bool, err error) {
 }
 
 // Judge returns the verdict on a run of n messages that left the effects of a statement.
-func Judge(ctx context.Context, on Servers, n int, effects string) (err error) {
-	s, err := newSite(ctx, on)
+func Judge(ctx context.Context, opts Options, n int, effects string) (err error) {
+	s, err := newSite(ctx, opts)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, s.remove(ctx)) }()
-	b := &consumeBench{site: s, samples: samples{}, note: func(string, ...any) {}}
+	b := &consumeBench{site: s, samples: samples{}}
 	return errors.Join(
 		b.exec(ctx, "create tables", consumeTablesSQL),
 		b.exec(ctx, "make effects", effects),
-		b.finish(ctx, "by_id", 0, load{messages: n}, 1, nil),
+		b.finish(ctx, "by_id", 0, load{messages: n}, 1),
 	)
-}
-
-// WithShardPages lets the scenario shards read small pages: a backlog of few rows then lasts until
-// the shards are spread.
-func WithShardPages(o RelayOptions, rows int) RelayOptions {
-	o.shardPageRows = rows
-	return o
 }

@@ -49,15 +49,6 @@ type samples map[string][]float64
 
 func (s samples) add(key string, value float64) { s[key] = append(s[key], value) }
 
-// median of a key's rounds; nil: there are none.
-func (s samples) median(key string) *float64 {
-	if len(s[key]) == 0 {
-		return nil
-	}
-	m := percentile(s[key], 0.5)
-	return &m
-}
-
 // percentile returns the value below which a share of the values is, and between two values their
 // mean.
 func percentile(values []float64, share float64) float64 {

@@ -1,7 +1,9 @@
 package bench
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"fmt"
 	"time"
 
@@ -9,45 +11,13 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/outbox"
 )
 
 // pollRows is the poller's batch: the best of 100, 300, 1,000, 3,000 and 10,000 rows.
 const pollRows = 3000
-
-// polled is a row of either table.
-type polled struct {
-	place   int64
-	id      uuid.UUID
-	topic   string
-	key     []byte
-	payload []byte
-	headers string
-	created time.Time
-}
-
-func scanPolled(row pgx.CollectableRow) (p polled, err error) {
-	return p, row.Scan(&p.place, (*[16]byte)(&p.id), &p.topic, &p.key, &p.payload, &p.headers, &p.created)
-}
-
-// occurredLayout is the relay's layout: the records of all variants are the same.
-const occurredLayout = "2006-01-02T15:04:05.000000Z"
-
-// record makes the same record as the relay.
-func (p *polled) record() (*kgo.Record, error) {
-	own, err := outbox.DecodeHeaders([]byte(p.headers))
-	if err != nil {
-		return nil, fmt.Errorf("row %d: %w", p.place, err)
-	}
-	headers := make([]kgo.RecordHeader, 0, 2+len(own))
-	headers = append(headers,
-		kgo.RecordHeader{Key: outbox.HeaderMessageID, Value: []byte(p.id.String())},
-		kgo.RecordHeader{Key: outbox.HeaderOccurredAt, Value: p.created.UTC().AppendFormat(nil, occurredLayout)})
-	for _, h := range own {
-		headers = append(headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})
-	}
-	return &kgo.Record{Topic: p.topic, Key: p.key, Value: p.payload, Headers: headers}, nil
-}
 
 // skipLocked is the poller of the textbook: lock a batch of waiting rows, produce them, delete
 // them, commit. There is only one: a second would break the order of a key.
@@ -63,9 +33,8 @@ func (b *relayBench) skipLocked(ctx context.Context, _ int) error {
 	}
 	defer client.Close()
 	for more := true; more; {
-		err := pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-			n, err := b.pollOnce(ctx, tx, client)
-			more = n > 0
+		err := pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) (err error) {
+			more, err = b.pollOnce(ctx, tx, client)
 			return err
 		})
 		if err != nil {
@@ -75,27 +44,52 @@ func (b *relayBench) skipLocked(ctx context.Context, _ int) error {
 	return nil
 }
 
-func (b *site) pollOnce(ctx context.Context, tx pgx.Tx, client *kgo.Client) (int, error) {
-	result, err := tx.Query(ctx, b.sql(pollSQL), pollRows)
-	if err != nil {
-		return 0, fmt.Errorf("read rows: %w", err)
+// pollOnce reports whether there were rows.
+func (b *relayBench) pollOnce(ctx context.Context, tx pgx.Tx, client *kgo.Client) (bool, error) {
+	page, places, err := readPage(ctx, tx, b.sql(pollSQL), pollRows)
+	if err != nil || len(page) == 0 {
+		return false, err
 	}
-	rows, err := pgx.CollectRows(result, scanPolled)
-	if err != nil || len(rows) == 0 {
-		return 0, err
-	}
-	places, records := make([]int64, len(rows)), make([]*kgo.Record, len(rows))
-	for i := range rows {
-		places[i] = rows[i].place
-		if records[i], err = rows[i].record(); err != nil {
-			return 0, err
-		}
-	}
-	if err := client.ProduceSync(ctx, records...).FirstErr(); err != nil {
-		return 0, fmt.Errorf("produce: %w", err)
+	if err := client.ProduceSync(ctx, page...).FirstErr(); err != nil {
+		return false, fmt.Errorf("produce: %w", err)
 	}
 	if _, err := tx.Exec(ctx, b.sql(publishedSQL), places); err != nil {
-		return 0, fmt.Errorf("delete published rows: %w", err)
+		return false, fmt.Errorf("delete published rows: %w", err)
 	}
-	return len(rows), nil
+	return true, nil
+}
+
+// postgresEpoch is the zero of binary timestamps, in Unix microseconds.
+const postgresEpoch = 946_684_800 * 1_000_000
+
+// readPage makes the same records as the relay, and returns them with the places of their rows. As
+// the relay, it reads values in binary form. The last argument of the statement is the number of
+// rows.
+func readPage(ctx context.Context, db operator.Querier, sql string, args ...any) (page []*kgo.Record, places []int64, err error) {
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		return nil, nil, fmt.Errorf("read rows: %w", err)
+	}
+	defer rows.Close()
+	n := args[len(args)-1].(int)
+	page, places = make([]*kgo.Record, 0, n), make([]int64, 0, n)
+	maker := record.NewMaker(n)
+	for rows.Next() {
+		v := rows.RawValues()
+		var own []outbox.Header
+		if string(v[5]) != "{}" {
+			if own, err = outbox.DecodeHeaders(v[5]); err != nil {
+				return nil, nil, fmt.Errorf("read a row's headers: %w", err)
+			}
+		}
+		places = append(places, int64(binary.BigEndian.Uint64(v[0])))
+		page = append(page, record.Make(maker, record.Row{
+			ID: uuid.UUID(v[1]), Topic: string(v[2]), Key: bytes.Clone(v[3]), Payload: bytes.Clone(v[4]),
+			CreatedAt: time.UnixMicro(int64(binary.BigEndian.Uint64(v[6])) + postgresEpoch),
+		}, own))
+	}
+	if err := rows.Err(); err != nil {
+		return nil, nil, fmt.Errorf("read rows: %w", err)
+	}
+	return page, places, nil
 }

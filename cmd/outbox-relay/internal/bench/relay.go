@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strconv"
 	"time"
 
@@ -18,15 +17,10 @@ import (
 type relayBench struct {
 	*site
 
-	opts  RelayOptions
-	topic string
+	drained string // the topic of the backlog
 	// progress is the topic where the relay keeps its progress with exactly-once.
 	progress string
-	// behind is a relay that has published all existing rows.
-	behind   string
 	samples  samples
-	steadies steadies
-	note     func(format string, args ...any)
 }
 
 // producer returns the options with which every variant produces: those that the relay uses anyway
@@ -38,89 +32,64 @@ func (s *site) producer() []kgo.Opt {
 
 // Relay measures how many rows per second of a backlog reach Kafka through the textbook's poller,
 // through a bare cursor that guarantees nothing, and through the relay. It also measures how long a
-// single message takes from its commit until a consumer has it, and what a process costs that runs
-// only a relay.
-func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
+// single message takes from its commit until a consumer has it.
+func Relay(ctx context.Context, opts Options) (_ *Report, err error) {
 	opts, err = opts.withDefaults()
 	if err != nil {
 		return nil, err
 	}
-	s, err := newSite(ctx, opts.Servers)
+	s, err := newSite(ctx, opts)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, s.remove(ctx)) }()
-	b := &relayBench{
-		site: s, opts: opts, samples: samples{},
-		note: func(format string, args ...any) { opts.Progress(fmt.Sprintf(format, args...)) },
-	}
-	if b.topic, err = b.site.topic(ctx, "drain", opts.Partitions); err != nil {
+	b := &relayBench{site: s, samples: samples{}}
+	if b.drained, err = b.topic(ctx, "drain", relayPartitions); err != nil {
 		return nil, err
 	}
-	if b.progress, err = b.site.topic(ctx, "progress", 1); err != nil {
+	if b.progress, err = b.topic(ctx, "progress", 1); err != nil {
+		return nil, err
+	}
+	steady, err := b.topic(ctx, "latency", relayPartitions)
+	if err != nil {
 		return nil, err
 	}
 	if err := b.exec(ctx, "create the poller's table", pollerTableSQL); err != nil {
 		return nil, err
 	}
-	b.behind = "fresh"
-	for _, part := range []struct {
-		run      func(context.Context) error
-		alone    bool // in a process
-		scenario []string
-	}{
-		{b.drains, false, []string{ScenarioDrain, ScenarioProcess}},
-		{b.latencies, false, []string{ScenarioLatency}},
-		{b.idle, true, []string{ScenarioIdle}},
-		{b.large, true, []string{ScenarioProcess}},
-		{b.load, true, []string{ScenarioLoad}},
-		{b.backlogs, true, []string{ScenarioBacklog}},
-		{b.network, true, []string{ScenarioNetwork}},
-		{b.pooler, true, []string{ScenarioPooler}},
-		{b.shards, true, []string{ScenarioShards}},
-	} {
-		if !slices.ContainsFunc(part.scenario, opts.has) || part.alone && len(opts.Command) == 0 {
-			continue
-		}
-		if err := part.run(ctx); err != nil {
-			return nil, fmt.Errorf("%s: %w", part.scenario[0], err)
+	if err := b.fill(ctx); err != nil {
+		return nil, err
+	}
+	for round := range b.Rounds {
+		if err := b.round(ctx, round); err != nil {
+			return nil, err
 		}
 	}
-	return newRelayReport(opts, b.samples, b.steadies), nil
-}
-
-// drains measures the backlog of Rows: the variants in this process, and the relay in a separate
-// one.
-func (b *relayBench) drains(ctx context.Context) error {
-	if err := b.fill(ctx, b.opts.Rows); err != nil {
-		return err
-	}
-	for round := range b.opts.Rounds {
-		if b.opts.has(ScenarioDrain) {
-			if err := b.round(ctx, round); err != nil {
-				return err
-			}
-			b.behind = relayName(round)
-		}
-		if b.opts.has(ScenarioProcess) && len(b.opts.Command) > 0 {
-			if err := b.costs(ctx, round); err != nil {
-				return err
-			}
-			b.behind = costName(round, "")
+	// Behind all drains, which would have to publish these messages, too.
+	for round := range b.Rounds {
+		if err := b.latency(ctx, round, steady); err != nil {
+			return nil, err
 		}
 	}
-	return nil
+	return newReport([]Figure{
+		{Key: "skip_locked", Text: "textbook: FOR UPDATE SKIP LOCKED", Unit: rowRate},
+		{Key: "bare_cursor", Text: "guarantees nothing", Unit: rowRate},
+		{Key: "relay", Text: "at least once", Unit: rowRate},
+		{Key: "exactly_once", Text: "relay --exactly-once", Unit: rowRate},
+		{Key: "p50_ms", Text: "from commit to consumable", Unit: "ms", Digits: 2},
+		{Key: "p99_ms", Text: "from commit to consumable", Unit: "ms", Digits: 2},
+	}, b.samples).sized("rows", opts.Rows, rowsTelling, opts.Rounds), nil
 }
 
 // fillRows is how many rows one transaction of the backlog has.
 const fillRows = 5000
 
 // fill publishes the backlog once: each relay has its own name and reads it from the beginning.
-func (b *relayBench) fill(ctx context.Context, rows int) error {
-	b.note("publishing a backlog of %d rows", rows)
-	for from := 1; from <= rows; from += fillRows {
-		to := min(from+fillRows-1, rows)
-		if _, err := b.pool.Exec(ctx, b.sql(fillSQL), b.topic, keysDistinct, payloadBytes, from, to); err != nil {
+func (b *relayBench) fill(ctx context.Context) error {
+	b.note("publishing a backlog of %d rows", b.Rows)
+	for from := 1; from <= b.Rows; from += fillRows {
+		to := min(from+fillRows-1, b.Rows)
+		if _, err := b.pool.Exec(ctx, b.sql(fillSQL), b.drained, keysDistinct, payloadBytes, from, to); err != nil {
 			return fmt.Errorf("publish a backlog: %w", err)
 		}
 	}
@@ -149,7 +118,6 @@ func (b *relayBench) round(ctx context.Context, round int) error {
 	drains := []drain{
 		{"skip_locked", b.refill, b.skipLocked},
 		{"bare_cursor", nothing, b.bareCursor},
-		{"gap_safe_cursor", nothing, b.gapSafeCursor},
 		{"relay", nothing, b.relay},
 		{"exactly_once", nothing, b.exactlyOnce},
 	}
@@ -180,10 +148,10 @@ func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
 	if err != nil {
 		return err
 	}
-	if got := after - before; got != int64(b.opts.Rows) && (d.key != "exactly_once" || got < int64(b.opts.Rows)) { // which writes markers, too
-		return fmt.Errorf("%d rows became %d records: this is a bug, the figures are void; please report it", b.opts.Rows, got)
+	if got := after - before; got != int64(b.Rows) && (d.key != "exactly_once" || got < int64(b.Rows)) { // which writes markers, too
+		return fmt.Errorf("%d rows became %d records: this is a bug, the figures are void; please report it", b.Rows, got)
 	}
-	rate := float64(b.opts.Rows) / elapsed.Seconds()
+	rate := float64(b.Rows) / elapsed.Seconds()
 	b.samples.add(d.key, rate)
 	b.note("round %d: %-15s %9.0f rows/s", round+1, d.key, rate)
 	return nil
@@ -191,22 +159,22 @@ func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
 
 // emptyTopic keeps records from accumulating on the brokers, whose memory may be this process's.
 func (b *relayBench) emptyTopic(ctx context.Context) error {
-	ends, err := b.admin.ListEndOffsets(ctx, b.topic)
-	if err = errors.Join(err, ends.Error()); err != nil {
-		return fmt.Errorf("read the end offsets of topic %s: %w", b.topic, err)
+	ends, err := b.ends(ctx, b.drained)
+	if err != nil {
+		return err
 	}
 	deleted, err := b.admin.DeleteRecords(ctx, ends.Offsets())
 	if err = errors.Join(err, deleted.Error()); err != nil {
-		return fmt.Errorf("empty topic %s: %w", b.topic, err)
+		return fmt.Errorf("empty topic %s: %w", b.drained, err)
 	}
 	return nil
 }
 
 // written returns how many records the topic has had.
 func (b *relayBench) written(ctx context.Context) (n int64, err error) {
-	ends, err := b.admin.ListEndOffsets(ctx, b.topic)
-	if err = errors.Join(err, ends.Error()); err != nil {
-		return 0, fmt.Errorf("read the end offsets of topic %s: %w", b.topic, err)
+	ends, err := b.ends(ctx, b.drained)
+	if err != nil {
+		return 0, err
 	}
 	ends.Each(func(end kadm.ListedOffset) { n += end.Offset })
 	return n, nil
@@ -232,13 +200,13 @@ func (b *relayBench) exactlyOnce(ctx context.Context, round int) error {
 // run would count them.
 func (b *relayBench) marked(ctx context.Context) error {
 	for {
-		ends, err := b.admin.ListEndOffsets(ctx, b.topic)
-		if err = errors.Join(err, ends.Error()); err != nil {
-			return fmt.Errorf("read the end offsets of topic %s: %w", b.topic, err)
+		ends, err := b.ends(ctx, b.drained)
+		if err != nil {
+			return err
 		}
-		stable, err := b.admin.ListCommittedOffsets(ctx, b.topic)
+		stable, err := b.admin.ListCommittedOffsets(ctx, b.drained)
 		if err = errors.Join(err, stable.Error()); err != nil {
-			return fmt.Errorf("read the end offsets of topic %s: %w", b.topic, err)
+			return fmt.Errorf("read the end offsets of topic %s: %w", b.drained, err)
 		}
 		open := false
 		ends.Each(func(end kadm.ListedOffset) {
@@ -266,8 +234,8 @@ func (b *relayBench) drain(ctx context.Context, cfg relay.Config) error {
 	if err != nil {
 		return err
 	}
-	if published != int64(b.opts.Rows) {
-		return fmt.Errorf("the relay counted %d of %d rows: this is a bug, the figures are void; please report it", published, b.opts.Rows)
+	if published != int64(b.Rows) {
+		return fmt.Errorf("the relay counted %d of %d rows: this is a bug, the figures are void; please report it", published, b.Rows)
 	}
 	return nil
 }

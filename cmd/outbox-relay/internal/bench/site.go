@@ -25,7 +25,7 @@ const removeMax = 30 * time.Second
 
 // site is where a benchmark works: its own schema, topics and groups.
 type site struct {
-	Servers
+	Options
 
 	schema string // also the prefix of the names of topics and groups
 	pool   *pgxpool.Pool
@@ -40,19 +40,19 @@ type site struct {
 
 // newSite creates the schema. After an error nothing of it remains. The name is random, so that two
 // benchmarks do not conflict.
-func newSite(ctx context.Context, servers Servers) (_ *site, err error) {
+func newSite(ctx context.Context, opts Options) (_ *site, err error) {
 	var random [8]byte
 	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
-	s := &site{Servers: servers, schema: "effectonce_bench_" + hex.EncodeToString(random[:]), mayCheckpoint: true}
+	s := &site{Options: opts, schema: "effectonce_bench_" + hex.EncodeToString(random[:]), mayCheckpoint: true}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, s.remove(ctx))
 		}
 	}()
-	if s.pool, err = pgxpool.New(ctx, servers.DatabaseURL); err != nil {
+	if s.pool, err = pgxpool.New(ctx, opts.DatabaseURL); err != nil {
 		return s, fmt.Errorf("database URL: %w", err)
 	}
-	if s.client, err = kgo.NewClient(kgo.SeedBrokers(servers.Brokers...)); err != nil {
+	if s.client, err = kgo.NewClient(kgo.SeedBrokers(opts.Brokers...)); err != nil {
 		return s, fmt.Errorf("kafka options: %w", err)
 	}
 	s.admin = kadm.NewClient(s.client)
@@ -120,6 +120,15 @@ func (s *site) topic(ctx context.Context, suffix string, partitions int) (string
 	return name, nil
 }
 
+// ends returns the end offsets of a topic.
+func (s *site) ends(ctx context.Context, topic string) (kadm.ListedOffsets, error) {
+	ends, err := s.admin.ListEndOffsets(ctx, topic)
+	if err = errors.Join(err, ends.Error()); err != nil {
+		return nil, fmt.Errorf("read the end offsets of topic %s: %w", topic, err)
+	}
+	return ends, nil
+}
+
 // group returns the name of a consumer group that is removed with the site.
 func (s *site) group(suffix string) string {
 	name := s.schema + "-" + suffix
@@ -171,4 +180,18 @@ func (s *site) connect(ctx context.Context) (*pgx.Conn, func(), error) {
 	return conn, func() {
 		_ = conn.Close(context.WithoutCancel(ctx)) // an error no longer matters
 	}, nil
+}
+
+// newPool creates a pool for one run, so that every variant prepares its own statements.
+func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, error) {
+	config, err := pgxpool.ParseConfig(s.DatabaseURL)
+	if err != nil {
+		return nil, fmt.Errorf("database URL: %w", err)
+	}
+	config.MaxConns = int32(connections)
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	if err != nil {
+		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	return pool, nil
 }

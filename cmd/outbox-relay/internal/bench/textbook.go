@@ -30,9 +30,17 @@ func (b *consumeBench) textbook(ctx context.Context, l load, group string) (floa
 			return 0, fmt.Errorf("prepare: %w", err)
 		}
 	}
-	client, err := b.reader(l, group)
+	client, err := kgo.NewClient(
+		kgo.SeedBrokers(b.Brokers...),
+		kgo.ConsumerGroup(group),
+		kgo.ConsumeTopics(l.topic),
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		kgo.AutoCommitMarks(),
+		kgo.AutoCommitInterval(markEvery),
+	)
 	if err != nil {
-		return 0, err
+		return 0, fmt.Errorf("kafka options: %w", err)
 	}
 	defer client.Close()
 	m := &meter{want: l.messages}

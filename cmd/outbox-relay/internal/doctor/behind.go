@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -79,3 +80,6 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 	}
 	return nil
 }
+
+// shellWord quotes a name for a shell.
+func shellWord(name string) string { return "'" + strings.ReplaceAll(name, "'", `'\''`) + "'" }

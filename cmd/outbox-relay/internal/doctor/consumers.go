@@ -13,6 +13,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // ConsumerStatus is the state of one consumer, by the name under which it claims.
@@ -205,15 +206,7 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 }
 
 // oneLine turns the text of a foreign error into one line that a terminal can show.
-func oneLine(text string) string {
-	const lineMax = 300
-	line, _, more := strings.Cut(text, "\n")
-	quoted := fmt.Sprintf("%.*q", lineMax, line)
-	if line = quoted[1 : len(quoted)-1]; more {
-		line += "…"
-	}
-	return line
-}
+func oneLine(text string) string { return terminal.Clip(text, 300) }
 
 // ReasonsText formats counts by reason, in a fixed order.
 func ReasonsText(counts map[string]int64) string {

@@ -1,8 +1,6 @@
 package doctor_test
 
 import (
-	"bytes"
-	"encoding/json"
 	"flag"
 	"os"
 	"strings"
@@ -17,7 +15,7 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-var update = flag.Bool("update", false, "write definitions.json anew")
+var update = flag.Bool("update", false, "write definitions.txt anew")
 
 // Property: the migrations of this release make exactly what Definitions compares with, on each
 // version of PostgreSQL, in a schema of any name. With -update it writes what they make.
@@ -30,12 +28,7 @@ func TestDefinitions(t *testing.T) {
 		if *update && schema == migrations.DefaultSchema {
 			stored, err := doctor.StoredDefinitions(t.Context(), conn, schema)
 			require.NoError(t, err)
-			var text bytes.Buffer
-			encoder := json.NewEncoder(&text)
-			encoder.SetEscapeHTML(false)
-			encoder.SetIndent("", " ")
-			require.NoError(t, encoder.Encode(stored))
-			require.NoError(t, os.WriteFile("definitions.json", text.Bytes(), 0o600))
+			require.NoError(t, os.WriteFile("definitions.txt", []byte(stored), 0o600))
 			t.Log("written: run the test again")
 			return
 		}

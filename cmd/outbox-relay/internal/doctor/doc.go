@@ -8,6 +8,5 @@
 //	...
 //	fmt.Println(status.Well, status.Problems)
 //
-// Every age and every lease is measured by the database's clock. The program's clock is only
-// compared with it, for people.
+// Every age and every lease is measured by the database's clock.
 package doctor

@@ -62,8 +62,12 @@ func RoleRights(schema string) (relay, operators []string) {
 	return list(append(relayRights(schema), statusRights()...)), list(operatorRights(schema))
 }
 
-// StoredDefinitions is what Definitions compares.
-func StoredDefinitions(ctx context.Context, db operator.Querier, schema string) (any, error) {
+// StoredDefinitions is what Definitions compares, as definitions.txt has it.
+func StoredDefinitions(ctx context.Context, db operator.Querier, schema string) (string, error) {
 	stored, _, err := readDefinitions(ctx, db, schema)
-	return stored, err
+	var text strings.Builder
+	for _, d := range stored {
+		text.WriteString(d.digest(schema) + " " + d.Kind + " " + d.Name + "\n")
+	}
+	return text.String(), err
 }

@@ -16,7 +16,8 @@ import (
 // Severity of a finding.
 type Severity string
 
-// The severities. Fail means that the relay cannot work, or that rows will not reach Kafka.
+// The severities. Fail means that the relay cannot work, that rows will not reach Kafka, or that
+// the status is not well.
 const (
 	OK   Severity = "ok"
 	Warn Severity = "warn"

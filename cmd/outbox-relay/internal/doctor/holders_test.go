@@ -83,37 +83,3 @@ func TestReplicationSlotsAreFound(t *testing.T) {
 	assert.Contains(t, f.Message, "no process reads replication slot it_is")
 	harmless(t, f)
 }
-
-// Autovacuum that is off for a table, and a table whose dead rows accumulate, are warnings; the
-// remedies fix them.
-func TestAutovacuumIsChecked(t *testing.T) {
-	t.Parallel()
-	address := pgtest.Database(t)
-	conn, looking := connect(t, address), connect(t, address)
-	check := func() []doctor.Finding { return doctor.Autovacuum(t.Context(), looking, "effectonce") }
-	require.Equal(t, doctor.OK, only(t, check()).Severity)
-	exec(t, conn, "ALTER TABLE effectonce.fences SET (autovacuum_enabled = off)")
-	off := only(t, check())
-	assert.Contains(t, off.Message, "autovacuum is off for table fences")
-	writer := connect(t, address)
-	exec(t, writer, "INSERT INTO effectonce.fences (scope, resource, version) SELECT 's', n::text, 1 FROM generate_series(1, 20000) n")
-	exec(t, writer, "DELETE FROM effectonce.fences")
-	require.NoError(t, writer.Close(t.Context())) // which reports its statistics
-	found := testwait.For(t, "the statistics", func() ([]doctor.Finding, bool) { found := check(); return found, len(found) == 2 })
-	assert.Equal(t, doctor.Warn, found[1].Severity)
-	assert.Contains(t, found[1].Message, "table fences has 20000 dead rows and was never vacuumed")
-	exec(t, conn, remedy(found[1]))
-	exec(t, conn, remedy(off))
-	testwait.True(t, "it is vacuumed", func() bool { return check()[0].Severity == doctor.OK })
-}
-
-// A database whose clock is not this machine's is a warning; nothing depends on it at once.
-func TestClocksAreCompared(t *testing.T) {
-	t.Parallel()
-	address := pgtest.EmptyDatabase(t)
-	require.Equal(t, doctor.OK, only(t, doctor.Clock(t.Context(), connect(t, address))).Severity)
-	f := only(t, doctor.Clock(t.Context(), anHourLater(t, address)))
-	assert.Equal(t, doctor.Warn, f.Severity)
-	assert.Regexp(t, `differ by about (1h|59m5\ds):`, f.Message)
-	assert.Contains(t, f.Remedy, "chronyc tracking")
-}

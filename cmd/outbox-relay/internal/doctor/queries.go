@@ -179,9 +179,6 @@ GROUP BY n.kind, n.name ORDER BY pg_catalog.min(n.place)`
 const sequenceSQL = `-- doctor.sequence
 SELECT seqcache FROM pg_sequence WHERE seqrelid = pg_catalog.pg_get_serial_sequence('effectonce.outbox', 'seq')::regclass::oid`
 
-const clockSQL = `-- doctor.clock
-SELECT clock_timestamp()`
-
 // openSQL finds the oldest open transactions, in sessions or prepared. Sessions of other roles are
 // visible only with pg_read_all_stats.
 const openSQL = `-- doctor.open_transactions
@@ -210,31 +207,6 @@ SELECT * FROM (
   FROM pg_stat_replication WHERE backend_xmin IS NOT NULL
 ) held ORDER BY behind DESC LIMIT 20`
 
-const autovacuumSQL = `-- doctor.autovacuum
-SELECT pg_catalog.current_setting('autovacuum')::bool, pg_catalog.current_setting('track_counts')::bool`
-
-// starvedSQL finds tables for which autovacuum is off or does not keep up: they have $2 times the
-// dead rows at which it begins, and at least $3. Each setting is the table's own, else the
-// server's.
-const starvedSQL = `-- doctor.starved
-SELECT relname, off, dead > $3 AND dead::float8 > $2 * (threshold + factor * greatest(rows, 0)), dead, extract(epoch FROM clock_timestamp() - vacuumed)::float8
-FROM (
-  SELECT c.relname, c.reltuples AS rows, coalesce(s.n_dead_tup, 0) AS dead, greatest(s.last_autovacuum, s.last_vacuum) AS vacuumed,
-    coalesce(o.off, false) AS off,
-    coalesce(o.threshold, pg_catalog.current_setting('autovacuum_vacuum_threshold')::float8) AS threshold,
-    coalesce(o.factor, pg_catalog.current_setting('autovacuum_vacuum_scale_factor')::float8) AS factor
-  FROM pg_class c LEFT JOIN pg_stat_all_tables s ON s.relid = c.oid
-  CROSS JOIN LATERAL (
-    SELECT bool_or(NOT option_value::bool) FILTER (WHERE option_name = 'autovacuum_enabled') AS off,
-      pg_catalog.max(option_value::float8) FILTER (WHERE option_name = 'autovacuum_vacuum_threshold') AS threshold,
-      pg_catalog.max(option_value::float8) FILTER (WHERE option_name = 'autovacuum_vacuum_scale_factor') AS factor
-    FROM pg_options_to_table(c.reloptions)
-  ) o
-  WHERE c.relnamespace = to_regnamespace(pg_catalog.quote_ident($1)) AND c.relkind = 'r'
-) tables
-WHERE off OR dead > $3 AND dead::float8 > $2 * (threshold + factor * greatest(rows, 0))
-ORDER BY relname LIMIT 50`
-
 const backendSQL = `-- doctor.backend
 SELECT pg_backend_pid()`
 
@@ -262,14 +234,6 @@ FROM (
   SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned
   FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
 ) undecided`
-
-// slotsSQL reads how old the first row of each slot is, and which slot is being filled.
-const slotsSQL = `-- doctor.slots
-SELECT s.slot, s.slot = c.last_value, pg_relation_size(('effectonce.outbox_' || s.slot::text)::regclass),
-  greatest(extract(epoch FROM clock_timestamp() - greatest(least((
-    SELECT o.created_at FROM effectonce.outbox o WHERE o.slot = s.slot ORDER BY o.seq LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8
-FROM effectonce.outbox_slots s, effectonce.outbox_slot c
-ORDER BY s.slot`
 
 // slotHoldersSQL finds who holds a lock on a slot that has rows and is not being filled. The
 // holder's transaction has to be older than $2; if its age is unknown, writers have to have left

@@ -85,27 +85,3 @@ func (s *Status) judgeReplicas() {
 		}
 	}
 }
-
-// Replicas checks that the running replicas reach the destination of their rows, and that none of
-// their shards hangs.
-func Replicas(ctx context.Context, db operator.Querier, schema string) []Finding {
-	const check = "replicas"
-	all, err := relays.Replicas(ctx, db, schema)
-	if err != nil {
-		return broken(check, err)
-	}
-	var found []Finding
-	for _, r := range all {
-		switch {
-		case r.Stuck():
-			found = append(found, fail(check, "outbox-relay status   # names the replica to restart: "+shellWord(r.Owner), "replica %q of relay %q is stuck: %s", r.Owner, r.Relay, r.Problem))
-		case r.Away():
-			found = append(found, fail(check, `outbox-relay doctor   # with --brokers, on the machine of the replica: "kafka" shows what does not answer`,
-				"replica %q of relay %q waits for %s, which it %s: %s", r.Owner, r.Relay, r.What(), lastReached(&r), r.Problem))
-		}
-	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "%d run, each reaches the destination of its rows", len(all)))
-	}
-	return found
-}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -267,6 +266,3 @@ func active(groups kadm.ListedGroups, name string) bool {
 	g, listed := groups[name]
 	return listed && g.State != "Empty" && g.State != "Dead"
 }
-
-// literal quotes a text for SQL.
-func literal(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }

@@ -29,16 +29,3 @@ func readSequences(ctx context.Context, db operator.Querier, schema string) (beh
 	}
 	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", tick, tickKnown, cause), nil
 }
-
-// Sequences checks that no row and no tick gets a number that was assigned before.
-func Sequences(ctx context.Context, db operator.Querier, schema string) []Finding {
-	const check = "sequences"
-	behind, err := readSequences(ctx, db, schema)
-	if err != nil {
-		return broken(check, err)
-	}
-	if behind != "" {
-		return []Finding{fail(check, repairCommand+"   # as an operator, or as the owner of the tables", "%s", behind)}
-	}
-	return []Finding{ok(check, "no number is given twice")}
-}

@@ -22,22 +22,27 @@ type SlotHolder struct {
 	Overdue     bool     `json:"overdue"` // one of the slots should be empty already
 }
 
-// slotHeldMin is the minimum age of a transaction that is reported: those of writers and readers
-// are shorter.
-const slotHeldMin = time.Minute
+// A transaction younger than slotHeldMin is not reported: those of writers and readers are shorter.
+// If the role may not see how old it is, only a slot counts that writers left slotLeftMin ago.
+const (
+	slotHeldMin = time.Minute
+	slotLeftMin = 20 * time.Minute
+)
 
-// readSlotHolders finds locks that block the truncation of slots that are not being filled. If the
-// role may not see how old a transaction is, only an overdue slot counts: rows are kept for keep.
-func readSlotHolders(ctx context.Context, db operator.Querier, schema string, keep time.Duration) ([]SlotHolder, error) {
-	rows, err := db.Query(ctx, inSchema(slotHoldersSQL, schema), keep+slotSlack, slotHeldMin)
-	if err != nil {
-		return nil, fmt.Errorf("read locks on the slots of the outbox: %w", err)
+// readSlotHolders adds a note for each lock that blocks the truncation of a slot that is not being
+// filled.
+func (s *Status) readSlotHolders(ctx context.Context, db operator.Querier, schema string) error {
+	rows, err := db.Query(ctx, inSchema(slotHoldersSQL, schema), slotLeftMin, slotHeldMin)
+	if err == nil {
+		s.SlotHolders, err = pgx.CollectRows(rows, pgx.RowToStructByPos[SlotHolder])
 	}
-	holders, err := pgx.CollectRows(rows, pgx.RowToStructByPos[SlotHolder])
 	if err != nil {
-		return nil, fmt.Errorf("read locks on the slots of the outbox: %w", err)
+		return fmt.Errorf("read locks on the slots of the outbox: %w", err)
 	}
-	return holders, nil
+	for _, h := range s.SlotHolders {
+		s.Notes = append(s.Notes, h.text())
+	}
+	return nil
 }
 
 func (h *SlotHolder) text() string {
@@ -47,24 +52,4 @@ func (h *SlotHolder) text() string {
 	}
 	return fmt.Sprintf("%s holds a lock on slots %v of the outbox (%d MiB) %s: published rows there cannot be removed before its transaction ends; nothing else waits",
 		oneLine(h.Who), h.Slots, h.Bytes>>20, held)
-}
-
-// remedy only shows the transaction: a pg_dump should not be cancelled without thought.
-func (h *SlotHolder) remedy() string {
-	if h.PID == nil {
-		return "SELECT * FROM pg_prepared_xacts ORDER BY prepared; -- its coordinator knows how it has to end: docs/runbook.md, \"Long transactions\""
-	}
-	return fmt.Sprintf("SELECT pid, usename, application_name, state, xact_start, query FROM pg_stat_activity WHERE pid = %d; -- wait until it ends (such as a pg_dump); "+
-		"the outbox then shrinks automatically", *h.PID)
-}
-
-// readSlotHolders adds a note for each holder of a lock that keeps published rows.
-func (s *Status) readSlotHolders(ctx context.Context, db operator.Querier, schema string) (err error) {
-	if s.SlotHolders, err = readSlotHolders(ctx, db, schema, slotSlack); err != nil {
-		return err
-	}
-	for _, h := range s.SlotHolders {
-		s.Notes = append(s.Notes, h.text())
-	}
-	return nil
 }

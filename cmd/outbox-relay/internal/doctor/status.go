@@ -265,3 +265,25 @@ func (s *Status) judge(ageMax time.Duration) {
 func (s *Status) problem(r RelayStatus, format string, args ...any) {
 	s.Problems = append(s.Problems, fmt.Sprintf("relay %q, shard %d: ", r.Relay, r.Shard)+message(format, args))
 }
+
+// statusAgeMax is how long a row may wait: the default of "status".
+const statusAgeMax = time.Minute
+
+// Pipeline reports the problems of ReadStatus as failures, and its notes as warnings.
+func Pipeline(ctx context.Context, db operator.Querier, schema string, lagAgeMax time.Duration) (found []Finding) {
+	const check, remedy = "status", "as the message says; outbox-relay status shows the numbers"
+	s, err := ReadStatus(ctx, db, schema, StatusOptions{AgeMax: statusAgeMax, LagAgeMax: lagAgeMax})
+	if err != nil {
+		return broken(check, err)
+	}
+	for _, problem := range s.Problems {
+		found = append(found, fail(check, remedy, "%s", problem))
+	}
+	for _, note := range s.Notes {
+		found = append(found, warn(check, remedy, "%s", note))
+	}
+	if len(found) == 0 {
+		found = append(found, ok(check, "well, with %s and %s", human.Count(len(s.Replicas), "replica"), human.Count(len(s.Consuming), "consumer")))
+	}
+	return found
+}

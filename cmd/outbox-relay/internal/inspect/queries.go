@@ -92,11 +92,6 @@ WHERE subject->>'message_id' = ANY ($1::text[]) OR subject->>'id' = ANY ($1::tex
   OR what LIKE 'dead.%' AND subject->>'seq' = ANY ($2::text[])
 ORDER BY id LIMIT 1000`
 
-// requestsSQL reads the keys from which IDs may be derived. The keys of messages that someone asks
-// about are mostly still stored.
-const requestsSQL = `-- inspect.requests
-SELECT scope, operation, key, phases, calling FROM effectonce.idempotency_keys LIMIT $1`
-
 const clockSQL = `-- inspect.clock
 SELECT clock_timestamp()`
 

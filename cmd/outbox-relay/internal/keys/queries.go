@@ -101,8 +101,9 @@ const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', pg_catalog.encode(sha256(pg_catalog.convert_to($3::text, 'UTF8')), 'hex')))`
 
-// reapSQL is the statement of package idempotency. It returns how many keys were deleted and how
-// many were left to a person: both are needed to distinguish a full page from the last one.
+// reapSQL is package idempotency's without locked_by, which the operator's role may not update. It
+// returns how many keys were deleted and how many were left to a person: both are needed to
+// distinguish a full page from the last one.
 const reapSQL = `-- keys.reap
 WITH old AS (
   SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys

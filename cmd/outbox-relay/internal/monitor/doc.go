@@ -2,7 +2,7 @@
 //
 //	state := monitor.NewState()
 //	config.Hooks = state.Hooks(config.Hooks)
-//	server, err := monitor.New(monitor.Config{State: state, Relay: "default", Schema: "effectonce", Metrics: handler})
+//	server := monitor.New(monitor.Config{State: state, Relay: "default", Schema: "effectonce", Metrics: handler})
 //	...
 //	go server.Run(ctx, listener)
 //	server.Ask(pool)
@@ -11,5 +11,5 @@
 // /healthz reports whether the process has to be restarted, from the relay's callbacks alone. It
 // asks neither the database nor the brokers, so that their outage does not restart every replica.
 // /readyz asks the database too. No request changes anything, no message is ever shown, and pages
-// that show internals (/debug/pprof/) exist only if they are configured, and require a token.
+// that show internals (/debug/pprof/) have a listener of their own.
 package monitor

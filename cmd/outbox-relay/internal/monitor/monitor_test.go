@@ -7,8 +7,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -26,41 +24,22 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-const token = "0123456789abcdef"
-
-func tokenFile(t *testing.T, text string) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "token")
-	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
-	return path
-}
-
-func newServer(t *testing.T, state *monitor.State, pprof bool) *monitor.Server {
-	t.Helper()
-	known, err := monitor.ReadToken(tokenFile(t, token+"\n"))
-	require.NoError(t, err)
-	server, err := monitor.New(monitor.Config{
-		Relay: "default", Schema: "effectonce", State: state, PProf: pprof, Token: known,
-		Metrics: http.NotFoundHandler(), Logger: slog.New(slog.DiscardHandler),
+func newServer(state *monitor.State) *monitor.Server {
+	return monitor.New(monitor.Config{
+		Relay: "default", Schema: "effectonce", State: state, Metrics: http.NotFoundHandler(), Logger: slog.New(slog.DiscardHandler),
 	})
-	require.NoError(t, err)
-	return server
 }
 
-func ask(t *testing.T, server *monitor.Server, method, path string, header ...string) *httptest.ResponseRecorder {
+func ask(t *testing.T, handler http.Handler, method, path string) *httptest.ResponseRecorder {
 	t.Helper()
-	r := httptest.NewRequestWithContext(t.Context(), method, path, nil)
-	for i := 0; i < len(header); i += 2 {
-		r.Header.Set(header[i], header[i+1])
-	}
 	w := httptest.NewRecorder()
-	server.Handler().ServeHTTP(w, r)
+	handler.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), method, path, nil))
 	return w
 }
 
 func ready(t *testing.T, server *monitor.Server) (code int, v monitor.Readiness) {
 	t.Helper()
-	w := ask(t, server, "GET", "/readyz")
+	w := ask(t, server.Handler(), "GET", "/readyz")
 	require.NoError(t, json.Unmarshal(w.Body.Bytes(), &v), w.Body)
 	assert.Equal(t, w.Code == 200, v.Ready)
 	assert.Equal(t, v.Ready, len(v.Reasons) == 0)
@@ -95,8 +74,8 @@ func TestReadiness(t *testing.T) {
 	t.Cleanup(away.Close)
 	state := monitor.NewState()
 	hooks := state.Hooks(relay.Hooks{})
-	server := newServer(t, state, false)
-	alive := func() { assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code) }
+	server := newServer(state)
+	alive := func() { assert.Equal(t, 200, ask(t, server.Handler(), "GET", "/healthz").Code) }
 
 	awaitReady(t, server, nil, 503, "starting", "the relay is starting")
 	alive()
@@ -134,10 +113,10 @@ func TestStuckRelayIsNotAlive(t *testing.T) {
 		turns := 0
 		state := monitor.NewState()
 		hooks := state.Hooks(relay.Hooks{Heartbeat: func() { turns++ }})
-		server := newServer(t, state, false)
+		server := newServer(state)
 		after := func(d time.Duration) int {
 			<-time.After(d)
-			return ask(t, server, "GET", "/healthz").Code
+			return ask(t, server.Handler(), "GET", "/healthz").Code
 		}
 		assert.Equal(t, 200, after(time.Hour), "starting")
 		state.Running()
@@ -145,7 +124,7 @@ func TestStuckRelayIsNotAlive(t *testing.T) {
 		hooks.Lease(3, true)
 		assert.Equal(t, 200, after(4*time.Minute))
 		assert.Equal(t, 503, after(2*time.Minute))
-		assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "holds 1 shard and has done nothing")
+		assert.Contains(t, ask(t, server.Handler(), "GET", "/healthz").Body.String(), "holds 1 shard and has done nothing")
 		hooks.Heartbeat()
 		assert.Equal(t, 1, turns)
 		assert.Equal(t, 200, after(4*time.Minute), "it made a turn")
@@ -165,8 +144,8 @@ func TestHungShardIsNotAlive(t *testing.T) {
 	var told []bool
 	state := monitor.NewState()
 	hooks := state.Hooks(relay.Hooks{Hung: func(_ int16, hung bool) { told = append(told, hung) }})
-	server := newServer(t, state, false)
-	health := func() int { return ask(t, server, "GET", "/healthz").Code }
+	server := newServer(state)
+	health := func() int { return ask(t, server.Handler(), "GET", "/healthz").Code }
 	state.Running()
 	hooks.Lease(0, true)
 	hooks.Lease(1, true)
@@ -174,7 +153,7 @@ func TestHungShardIsNotAlive(t *testing.T) {
 	hooks.Hung(1, true)
 	hooks.Heartbeat()
 	assert.Equal(t, 503, health())
-	assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "shards [1] hang")
+	assert.Contains(t, ask(t, server.Handler(), "GET", "/healthz").Body.String(), "shards [1] hang")
 	hooks.Lease(1, false)
 	assert.Equal(t, 503, health(), "what hangs still hangs when its lease is lost")
 	hooks.Hung(1, false)
@@ -192,13 +171,13 @@ func TestReadinessNamesKafka(t *testing.T) {
 	pool := pgtest.Pool(t)
 	state := monitor.NewState()
 	hooks := state.Hooks(relay.Hooks{})
-	server := newServer(t, state, false)
+	server := newServer(state)
 	state.Running()
 	for _, shards := range []bool{true, false} { // also a standby
 		hooks.Lease(0, shards)
 		hooks.Away(errors.New("dial tcp 10.0.0.7:9092: secret"))
 		awaitReady(t, server, pool, 503, "kafka_away", "Kafka does not accept rows from this replica")
-		assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code)
+		assert.Equal(t, 200, ask(t, server.Handler(), "GET", "/healthz").Code)
 		_, v := ready(t, server)
 		assert.NotContains(t, strings.Join(v.Reasons, ""), "10.0.0.7", "who asks need not know where it is")
 	}
@@ -207,65 +186,28 @@ func TestReadinessNamesKafka(t *testing.T) {
 	awaitReady(t, server, pool, 200, "publishing", "")
 }
 
-// Row S9 of guarantees.md: internals do not exist unless configured, and then only for callers with
-// the token. Only GET is accepted, and the command line, which may contain a password, is never
-// shown.
-func TestInternalsNeedTheToken(t *testing.T) {
+// Row S9 of guarantees.md: the endpoints have no internals, which a handler of their own shows. Only
+// GET is accepted, and the command line, which may contain a password, is never shown.
+func TestInternalsHaveTheirOwnListener(t *testing.T) {
 	t.Parallel()
 	internals := []string{"/debug/pprof/", "/debug/pprof/heap", "/debug/pprof/goroutine?debug=2", "/debug/pprof/profile?seconds=1", "/debug/pprof/trace?seconds=1"}
-	off, on := newServer(t, monitor.NewState(), false), newServer(t, monitor.NewState(), true)
+	endpoints, profiles := newServer(monitor.NewState()).Handler(), monitor.Profiles()
 	for _, path := range internals {
-		assert.Equal(t, 404, ask(t, off, "GET", path, "Authorization", "Bearer "+token).Code, path)
-		for _, header := range []string{
-			"", "Bearer", "Bearer ", token, "Basic " + token, "Bearer " + token[:15], "Bearer " + token + "0", "Bearer  " + token, "Bearer " + strings.ToUpper(token),
-		} {
-			w := ask(t, on, "GET", path, "Authorization", header)
-			assert.Equal(t, 401, w.Code, "%s %q", path, header)
-			assert.Equal(t, "Bearer", w.Header().Get("WWW-Authenticate"))
-			assert.NotContains(t, w.Body.String(), token[:8])
-		}
+		assert.Equal(t, 404, ask(t, endpoints, "GET", path).Code, path)
+		assert.Equal(t, 405, ask(t, profiles, "POST", path).Code, path)
 	}
 	for _, path := range internals[:3] {
-		assert.Equal(t, 200, ask(t, on, "GET", path, "Authorization", "bearer "+token).Code, path)
+		assert.Equal(t, 200, ask(t, profiles, "GET", path).Code, path)
 	}
 	for _, path := range []string{"/debug/pprof/cmdline", "/debug/pprof/symbol"} {
-		assert.Equal(t, 404, ask(t, on, "GET", path, "Authorization", "Bearer "+token).Code, path)
+		assert.Equal(t, 404, ask(t, profiles, "GET", path).Code, path)
 	}
-	for _, path := range append(internals, "/healthz", "/readyz", "/metrics") {
+	for _, path := range []string{"/healthz", "/readyz", "/metrics"} {
 		for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
-			assert.Equal(t, 405, ask(t, on, method, path, "Authorization", "Bearer "+token).Code, "%s %s", method, path)
+			assert.Equal(t, 405, ask(t, endpoints, method, path).Code, "%s %s", method, path)
 		}
 	}
 	for _, path := range []string{"/", "/debug", "/debug/vars", "/healthz/x", "/admin"} {
-		assert.Equal(t, 404, ask(t, on, "GET", path, "Authorization", "Bearer "+token).Code, path)
+		assert.Equal(t, 404, ask(t, endpoints, "GET", path).Code, path)
 	}
-	_, err := monitor.New(monitor.Config{PProf: true})
-	require.ErrorContains(t, err, "pprof requires a token")
-}
-
-// Row S9 of guarantees.md: a token that is short, or that no header can carry, is refused, and the
-// refusal does not show it.
-func TestTokensAreChecked(t *testing.T) {
-	t.Parallel()
-	for text, want := range map[string]string{
-		"":                               "want 16 to 1024 bytes",
-		"canary-of-15-by":                "want 16 to 1024 bytes",
-		"canary-of-15-by\r\n\n":          "want 16 to 1024 bytes",
-		strings.Repeat("canary", 171):    "want 16 to 1024 bytes",
-		"canary-canary canary":           "printable ASCII",
-		"canary-canary-canary\nsecond":   "printable ASCII",
-		"canary-canary-canary-\u00fc":    "printable ASCII",
-		"canary-canary-canary\x00canary": "printable ASCII",
-	} {
-		_, err := monitor.ReadToken(tokenFile(t, text))
-		require.ErrorContains(t, err, want, "%q", text)
-		assert.NotContains(t, err.Error(), "canary")
-	}
-	_, err := monitor.ReadToken(filepath.Join(t.TempDir(), "none"))
-	require.ErrorContains(t, err, "cannot be opened")
-	known, err := monitor.ReadToken(tokenFile(t, strings.Repeat("x", monitor.TokenBytesMax)+"\r\n"))
-	require.NoError(t, err)
-	var log strings.Builder
-	slog.New(slog.NewJSONHandler(&log, nil)).InfoContext(t.Context(), "x", "token", known)
-	assert.Contains(t, log.String(), "(hidden)")
 }

@@ -3,7 +3,6 @@ package monitor
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -31,24 +30,18 @@ type Config struct {
 	Schema  string
 	State   *State
 	Metrics http.Handler
-	// PProf adds /debug/pprof/, which requires Token.
-	PProf  bool
-	Token  Token
-	Logger *slog.Logger
+	Logger  *slog.Logger
 }
 
-// Server serves /healthz, /readyz, /metrics and, if configured, /debug/pprof/.
+// Server serves /healthz, /readyz and /metrics, and profiles on another listener.
 type Server struct {
 	cfg      Config
 	database *database
 }
 
-// New returns a server, or an error if PProf is set without a token.
-func New(cfg Config) (*Server, error) {
-	if cfg.PProf && !cfg.Token.Set() {
-		return nil, errors.New("pprof requires a token")
-	}
-	return &Server{cfg: cfg, database: &database{relay: cfg.Relay, schema: cfg.Schema}}, nil
+// New returns a server.
+func New(cfg Config) *Server {
+	return &Server{cfg: cfg, database: &database{relay: cfg.Relay, schema: cfg.Schema}}
 }
 
 // Ask sets the database that readiness checks. The server uses the pool until Run has returned.
@@ -57,8 +50,18 @@ func (s *Server) Ask(pool *pgxpool.Pool) { s.database.use(pool) }
 // Run serves until ctx ends, then closes the listener and waits at most a second for responses in
 // progress.
 func (s *Server) Run(ctx context.Context, listener net.Listener) error {
+	return s.serve(ctx, listener, s.Handler())
+}
+
+// RunProfiles serves /debug/pprof/ in the same way. It asks for no password: listen on a loopback
+// address.
+func (s *Server) RunProfiles(ctx context.Context, listener net.Listener) error {
+	return s.serve(ctx, listener, Profiles())
+}
+
+func (s *Server) serve(ctx context.Context, listener net.Listener, handler http.Handler) error {
 	server := &http.Server{
-		Handler:           s.Handler(),
+		Handler:           handler,
 		ReadHeaderTimeout: headerMax,
 		ReadTimeout:       readMax,
 		WriteTimeout:      writeMax,
@@ -92,16 +95,24 @@ func (s *Server) Handler() http.Handler {
 		s.answer(w, v.Ready, v)
 	})
 	mux.Handle("GET /metrics", s.cfg.Metrics)
-	if s.cfg.PProf {
-		// Not /cmdline: flags may contain passwords. Index serves the other profiles by name.
-		mux.Handle("GET /debug/pprof/", s.cfg.Token.guard(http.HandlerFunc(pprof.Index)))
-		mux.Handle("GET /debug/pprof/profile", s.cfg.Token.guard(http.HandlerFunc(pprof.Profile)))
-		mux.Handle("GET /debug/pprof/trace", s.cfg.Token.guard(http.HandlerFunc(pprof.Trace)))
-	}
+	return careful(mux)
+}
+
+// Profiles serves /debug/pprof/, and only GET and HEAD. It leaves out /cmdline: flags may contain
+// passwords. Index serves the other profiles by name.
+func Profiles() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
+	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
+	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
+	return careful(mux)
+}
+
+func careful(handler http.Handler) http.Handler {
 	return http.MaxBytesHandler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Cache-Control", "no-store")
 		w.Header().Set("X-Content-Type-Options", "nosniff")
-		mux.ServeHTTP(w, r)
+		handler.ServeHTTP(w, r)
 	}), bodyBytesMax)
 }
 

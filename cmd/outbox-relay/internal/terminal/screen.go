@@ -22,16 +22,20 @@ type Screen struct {
 // NewScreen shows progress on out. A line is only overwritten if out is a Writer to a terminal.
 func NewScreen(out io.Writer) *Screen {
 	s := &Screen{out: out}
-	t, ok := out.(*Writer)
-	if !ok || os.Getenv("TERM") == "dumb" { //nolint:forbidigo // about the terminal, as out is
-		return s
-	}
-	if file, ok := t.out.(*os.File); ok {
-		if info, err := file.Stat(); err == nil && info.Mode()&os.ModeCharDevice != 0 {
-			s.terminal = t
-		}
+	if t, ok := out.(*Writer); ok && IsTerminal(t.out) && os.Getenv("TERM") != "dumb" { //nolint:forbidigo // about the terminal, as out is
+		s.terminal = t
 	}
 	return s
+}
+
+// IsTerminal reports whether a reader or a writer is a terminal.
+func IsTerminal(stream any) bool {
+	file, ok := stream.(*os.File)
+	if !ok {
+		return false
+	}
+	info, err := file.Stat()
+	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
 // Overwrites reports whether progress is shown in one line that is overwritten.

@@ -3,6 +3,7 @@ package consumer_test
 import (
 	"context"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -77,4 +78,28 @@ func TestBatchWithoutPublishIDIsParked(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, 1, h.number(`SELECT (length(error) - length(replace(error, 'msg.PublishID', ''))) / length('msg.PublishID') FROM effectonce.parked_messages`))
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.outbox`))
+}
+
+// Property: two consumers of one message that publish to one topic publish two messages, now, for
+// later and as dead letters: the next consumer drops neither.
+func TestConsumersOfAMessagePublishUnderIDsOfTheirOwn(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAs("1", "good")
+	h.produceAs("2", "bad")
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "bad" {
+			return consumer.Permanent(errBad)
+		}
+		return outbox.Publish(ctx, tx, outbox.Message{Topic: "next"}, outbox.Message{Topic: "next", DeliverAt: time.Now().Add(time.Hour)})
+	})
+	for _, group := range []string{h.topic + ".a", h.topic + ".b"} {
+		stop := h.run(handler, func(c *consumer.Config) { c.Group, c.OnFailure, c.DeadLetterTopic = group, consumer.OnFailureDeadLetter, "dead" })
+		h.wait("position", func() bool {
+			return h.number(`SELECT coalesce(max(next_offset), 0) FROM effectonce.consumer_positions WHERE consumer_group = $1`, group) == 2
+		})
+		require.NoError(t, stop())
+	}
+	require.Equal(t, 4, h.number(`SELECT count(DISTINCT id) FROM effectonce.outbox`))
+	require.Equal(t, 2, h.number(`SELECT count(DISTINCT id) FROM effectonce.outbox_scheduled`))
 }

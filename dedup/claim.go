@@ -91,7 +91,7 @@ func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uui
 	if err != nil {
 		return false, err
 	}
-	if result.conflicts[0] {
+	if result.conflicts != nil && result.conflicts[0] {
 		return false, fmt.Errorf("%w: message %s", ErrConflict, id)
 	}
 	return result.fresh[0], nil
@@ -128,7 +128,7 @@ func newResult(msgs []Message) *Result {
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return bytes.Compare(msgs[a].ID[:], msgs[b].ID[:]) })
 	order = slices.CompactFunc(order, func(a, b int) bool { return msgs[a].ID == msgs[b].ID })
-	return &Result{msgs: msgs, order: order, fresh: make([]bool, len(msgs)), conflicts: make([]bool, len(msgs))}
+	return &Result{msgs: msgs, order: order, fresh: make([]bool, len(msgs))}
 }
 
 // columns returns IDs and fingerprints of some messages, in types that pgx encodes without calling a
@@ -165,6 +165,7 @@ func (c *Claims) Compare(ctx context.Context, db StatsQuerier, consumer Consumer
 	if len(others) == 0 {
 		return nil
 	}
+	result.conflicts = make([]bool, len(result.msgs))
 	ids, fingerprints := result.columns(others)
 	rows, err := db.Query(ctx, c.sql[consumer.forever].conflicts, ids, consumer.id, fingerprints)
 	if err != nil {
@@ -182,12 +183,14 @@ func (c *Claims) Compare(ctx context.Context, db StatsQuerier, consumer Consumer
 // different fingerprints. Other programs may compute it.
 func Fingerprint(key, value []byte) int32 {
 	var sum uint32
-	for _, part := range [][]byte{key, value} {
-		length := int64(len(part))
+	for _, part := range [2][]byte{key, value} {
+		var length [8]byte
+		n := int64(len(part))
 		if part == nil {
-			length = -1
+			n = -1
 		}
-		sum = crc32.Update(sum, castagnoli, binary.BigEndian.AppendUint64(nil, uint64(length)))
+		binary.BigEndian.PutUint64(length[:], uint64(n))
+		sum = crc32.Update(sum, castagnoli, length[:])
 		sum = crc32.Update(sum, castagnoli, part)
 	}
 	return int32(sum) //nolint:gosec // all 32 bits count
@@ -221,7 +224,8 @@ func (r *Result) read(rows pgx.Rows) error {
 // Fresh reports whether each message is fresh, in the order in which they were given.
 func (r *Result) Fresh() []bool { return r.fresh }
 
-// Conflicts reports for each message whether another message has its ID. Valid after Compare.
+// Conflicts reports for each message whether another message has its ID, after Compare. Nil: every
+// message is fresh.
 func (r *Result) Conflicts() []bool { return r.conflicts }
 
 // WrapClaimError makes errors.Is(err, ErrRetry) true for errors that a new transaction resolves.

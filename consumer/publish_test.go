@@ -94,7 +94,9 @@ func TestConsumersOfAMessagePublishUnderIDsOfTheirOwn(t *testing.T) {
 		return outbox.Publish(ctx, tx, outbox.Message{Topic: "next"}, outbox.Message{Topic: "next", DeliverAt: time.Now().Add(time.Hour)})
 	})
 	for _, group := range []string{h.topic + ".a", h.topic + ".b"} {
-		stop := h.run(handler, func(c *consumer.Config) { c.Group, c.OnFailure, c.DeadLetterTopic = group, consumer.OnFailureDeadLetter, "dead" })
+		stop := h.run(handler, func(c *consumer.Config) {
+			c.Group, c.OnFailure, c.DeadLetterTopic = group, consumer.OnFailureDeadLetter, "dead"
+		})
 		h.wait("position", func() bool {
 			return h.number(`SELECT coalesce(max(next_offset), 0) FROM effectonce.consumer_positions WHERE consumer_group = $1`, group) == 2
 		})

@@ -193,7 +193,7 @@ func Fingerprint(key, value []byte) int32 {
 		sum = crc32.Update(sum, castagnoli, length[:])
 		sum = crc32.Update(sum, castagnoli, part)
 	}
-	return int32(sum) //nolint:gosec // all 32 bits count
+	return int32(sum)
 }
 
 //nolint:gochecknoglobals // a constant table

@@ -14,7 +14,7 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: a progress topic that an earlier release made, or that keeps more than it has to, is
+// Property: a progress topic that was made by hand, or that keeps more than it has to, is
 // named with the command that changes it; one that this release makes passes. Row O44 of
 // guarantees.md.
 func TestProgressTopicIsJudged(t *testing.T) {

@@ -51,8 +51,7 @@ func List(ctx context.Context, db operator.Querier, schema string) ([]Relay, err
 type Replica struct {
 	Relay string `json:"relay"`
 	Owner string `json:"owner"`
-	// State is publishing, standing_by, kafka_away, sink_away or stuck; empty: a replica of an
-	// earlier release.
+	// State is publishing, standing_by, kafka_away, sink_away or stuck; empty: it does not say.
 	State   string `json:"state"`
 	Problem string `json:"problem"` // why it is away or stuck
 	// ReachedSeconds is the time since the brokers, or the sink, last answered it. Null: never, or

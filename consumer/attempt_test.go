@@ -2,7 +2,10 @@ package consumer_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -118,4 +121,198 @@ func TestAbandonedHandlersAreBounded(t *testing.T) {
 	require.NoError(t, stop())
 	require.Empty(t, h.parked())
 	require.Contains(t, h.log.String(), "partition works again")
+}
+
+// commitTracer panics where the answer to COMMIT is read, as user code in a tracer may.
+type commitTracer struct{ left *atomic.Int32 }
+
+type commitKey struct{}
+
+func (c commitTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	return ctx
+}
+
+func (c commitTracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (c commitTracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	queries := data.Batch.QueuedQueries
+	return context.WithValue(ctx, commitKey{}, queries[len(queries)-1].SQL == "COMMIT")
+}
+
+func (c commitTracer) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (c commitTracer) TraceBatchEnd(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchEndData) {
+	if commits, _ := ctx.Value(commitKey{}).(bool); commits && c.left.Add(-1) >= 0 {
+		panic("tracer")
+	}
+}
+
+// Property: a panic after COMMIT leaves the outcome unknown, like a lost connection: the position
+// or the claims resolve it, no effect is doubled and no message is parked. Rows C20, C43 of
+// guarantees.md.
+func TestPanicBehindCommitDoublesNothing(t *testing.T) {
+	t.Parallel()
+	for name, dedup := range map[string]consumer.Dedup{"by position": consumer.DedupByPosition, "by id": consumer.DedupByID} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			var left atomic.Int32
+			left.Store(3)
+			config := h.pool.Config()
+			config.ConnConfig.Tracer = commitTracer{&left}
+			pool := pgtest.PoolOf(t, config)
+			h.produce("a", "b", "c", "d", "e")
+			stop := h.runOn(pool, consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.BatchMax = dedup, 1 })
+			h.wait("the position", func() bool { return h.position() == 5 })
+			require.NoError(t, stop())
+			require.Negative(t, left.Load(), "the tracer panicked three times")
+			require.Equal(t, []string{"a", "b", "c", "d", "e"}, h.values())
+			require.Empty(t, h.parked())
+		})
+	}
+}
+
+// Property: Deliver with workers ends when another holder takes the partition, and does not take
+// the partition back.
+func TestDeliverWithWorkersEndsWhenItIsFenced(t *testing.T) {
+	t.Parallel()
+	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			cfg := consumer.Config{Group: h.topic, Topics: []string{h.topic}, Order: order, Workers: 2, RetryMin: time.Millisecond, RetryMax: 10 * time.Millisecond}
+			c, err := consumer.New(h.pool, nil, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				_, err := h.pool.Exec(ctx, `UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another'`)
+				if err != nil {
+					return err
+				}
+				return effect(ctx, tx, msg)
+			}), cfg)
+			require.NoError(t, err)
+			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+			defer cancel()
+			_, err = c.Deliver(ctx, &kgo.Record{Topic: h.topic, Offset: 0, Value: []byte("a"), Timestamp: time.Now(), Key: []byte("k")})
+			require.Error(t, err)
+			require.NoError(t, ctx.Err(), "it ended by itself")
+			require.Equal(t, 2, h.number(`SELECT epoch FROM effectonce.consumer_positions`), "taken once, and by the other one")
+			require.Empty(t, h.values())
+		})
+	}
+}
+
+// Property: a holder whose connection leads to another server than the one that it took its
+// position over on commits nothing there, whatever epoch and position that server knows: a failover
+// may have given the epoch out again.
+func TestHolderOfAnotherServerIsFenced(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	engine := consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}})
+	at, err := engine.Hold(t.Context(), 0)
+	require.NoError(t, err)
+	_, err = engine.Apply(t.Context(), at, 0, 5)
+	require.NoError(t, err)
+	consumer.OfAnotherServer(at)
+	for _, n := range []int{5, 50} { // asked for, and taken as fresh
+		_, err = engine.Apply(t.Context(), at, 5, n)
+		require.True(t, consumer.IsFenced(err), "%v", err)
+	}
+	require.Equal(t, 5, h.number(`SELECT count(*) FROM effects`))
+}
+
+type tenantKey struct{}
+
+// Property: middleware runs around every shape of handler, the first one outermost, and passes its
+// context on; it cannot turn a failure into a success, nor lose or double an effect by not calling
+// next or by calling it twice.
+func TestMiddlewareRunsAroundHandlers(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	var calls []string
+	note := func(name string) consumer.Middleware {
+		return consumer.Around(func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error {
+			mu.Lock()
+			calls = append(calls, name)
+			mu.Unlock()
+			return next(context.WithValue(ctx, tenantKey{}, string(msgs[0].Value)))
+		})
+	}
+	queued := consumer.Queued(func(ctx context.Context, q *consumer.Queue, msg *consumer.Message) error {
+		q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), ctx.Value(tenantKey{}).(string)+"/"+string(msg.Value))
+		return nil
+	})
+	each := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		_, err := tx.Exec(ctx, `INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), ctx.Value(tenantKey{}).(string)+"/"+string(msg.Value))
+		return err
+	})
+	for name, handler := range map[string]consumer.Handler{"each": each, "queued": queued} {
+		h := newHarness(t, 1)
+		calls = nil
+		h.produce("a", "b", "c")
+		stop := h.run(handler, func(c *consumer.Config) { c.Middleware = []consumer.Middleware{note("outer"), note("inner")} })
+		h.waitEffects(3)
+		require.NoError(t, stop())
+		if name == "each" {
+			require.Equal(t, []string{"a/a", "b/b", "c/c"}, h.values())
+			require.Equal(t, strings.Repeat("outer inner ", 3), strings.Join(calls, " ")+" ")
+			continue
+		}
+		require.Len(t, h.values(), 3)
+		require.Equal(t, "outer", calls[0])
+		require.Equal(t, len(calls), 2*len(slices.DeleteFunc(slices.Clone(calls), func(s string) bool { return s != "inner" })))
+	}
+}
+
+// Property: see above.
+func TestMiddlewareCannotLoseOrDoubleAnEffect(t *testing.T) {
+	t.Parallel()
+	for name, around := range map[string]func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error{
+		"does not call next": func(context.Context, []*consumer.Message, func(context.Context) error) error { return nil },
+		"calls next twice": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+			return errors.Join(next(ctx), next(ctx))
+		},
+		"ignores that next was called twice": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+			_, _ = next(ctx), next(ctx)
+			return nil
+		},
+		"panics behind next": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+			_ = next(ctx)
+			panic("boom")
+		},
+		"fails behind next": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+			_ = next(ctx)
+			return errBad
+		},
+		"swallows what next says": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+			_ = next(ctx)
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produce("a", "bad", "c")
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if err := effect(ctx, tx, msg); err != nil {
+					return err
+				}
+				if name == "swallows what next says" && string(msg.Value) == "bad" {
+					return errBad
+				}
+				return nil
+			}), func(c *consumer.Config) {
+				parkAll(c)
+				c.AttemptsMax = 2
+				c.Middleware = []consumer.Middleware{consumer.Around(func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error {
+					if string(msgs[0].Value) == "bad" {
+						return around(ctx, msgs, next)
+					}
+					return next(ctx)
+				})}
+			})
+			h.wait("position", func() bool { return h.position() == 3 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a", "c"}, h.values())
+			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
+		})
+	}
 }

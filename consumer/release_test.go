@@ -2,13 +2,18 @@ package consumer_test
 
 import (
 	"context"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
 )
@@ -96,4 +101,181 @@ func TestReleasedMessageIsClaimedAgain(t *testing.T) {
 	h.wait("position", func() bool { return h.position() == 1 })
 	require.NoError(t, stop())
 	require.Equal(t, []string{"a:bad"}, h.values())
+}
+
+// Property: a share of 1 never pauses, whatever happens to the messages: 150 of 150 are parked, or
+// dead letters.
+func TestParkShareOfOneNeverPauses(t *testing.T) {
+	t.Parallel()
+	for name, policy := range map[string]consumer.OnFailure{"park": consumer.OnFailurePark, "dead letter": consumer.OnFailureDeadLetter} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceAll(make([]string, 150)...)
+			stop := h.run(consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error { return consumer.Permanent(errBad) }),
+				func(c *consumer.Config) {
+					c.ParkShareMax, c.OnFailure = 1, policy
+					if policy == consumer.OnFailureDeadLetter {
+						c.DeadLetterTopic = "letters"
+					}
+				})
+			h.wait("position", func() bool { return h.position() == 150 })
+			require.NoError(t, stop())
+			require.Equal(t, 150, h.number(`SELECT (SELECT count(*) FROM effectonce.parked_messages) + (SELECT count(*) FROM effectonce.outbox)`))
+			require.NotContains(t, h.log.String(), "pauses")
+		})
+	}
+}
+
+// Property: failures count for the last messages and for ten minutes: on a quiet partition those of
+// an old outage do not pause later messages, and a flood pauses at the configured share.
+func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
+	t.Parallel()
+	b := consumer.NewBreaker(0.05)
+	for range 5 {
+		require.True(t, b.Park())
+	}
+	require.False(t, b.Park(), "the sixth of the last hundred")
+	b.Now = 9 * time.Minute
+	require.False(t, b.Park(), "not yet forgotten")
+	b.Now = 11 * time.Minute
+	require.True(t, b.Park(), "no message came meanwhile, but the failures are old")
+
+	b = consumer.NewBreaker(0.05)
+	for range 5 {
+		require.True(t, b.Park())
+	}
+	b.Handled(94)
+	require.False(t, b.Park(), "99 messages")
+	b.Handled(2)
+	require.True(t, b.Park(), "the first failure is more than a hundred messages ago")
+
+	b = consumer.NewBreaker(0.01)
+	require.True(t, b.Park(), "one may always be parked")
+	require.False(t, b.Park())
+}
+
+// requests counts what a client asks of the brokers.
+type requests struct{ joins, heartbeats atomic.Int64 }
+
+func (r *requests) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, err error) {
+	switch {
+	case err != nil:
+	case key == kmsg.JoinGroup.Int16():
+		r.joins.Add(1)
+	case key == kmsg.Heartbeat.Int16():
+		r.heartbeats.Add(1)
+	}
+}
+
+// Property: a stop and a rebalance that coincide end cleanly: the batch in progress is finished and
+// its offset committed before another member begins. That member gets nothing twice and does not
+// treat it as a crash. Row C42 of guarantees.md.
+func TestStopAndRebalanceTogether(t *testing.T) {
+	t.Parallel()
+	for name, balancer := range map[string]kgo.GroupBalancer{"eager": kgo.RangeBalancer(), "cooperative": kgo.CooperativeStickyBalancer()} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			begun, release := make(chan struct{}), make(chan struct{})
+			var fresh, again atomic.Int64
+			count := func(cfg *consumer.Config) {
+				cfg.BatchMax = 1
+				cfg.Hooks.Processed = func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); again.Add(int64(p.Duplicates)) }
+			}
+			asked, other := &requests{}, &requests{}
+			membership := func(r *requests) []kgo.Opt {
+				return []kgo.Opt{kgo.Balancers(balancer), kgo.HeartbeatInterval(100 * time.Millisecond), kgo.WithHooks(r)}
+			}
+			stop := h.runWith(h.pool, membership(asked), consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				close(begun)
+				<-release
+				return effect(ctx, tx, msg)
+			}), count)
+			h.produce("1", "2")
+			<-begun
+			ended := make(chan error, 1)
+			go func() { ended <- stop() }()
+			h.runWith(h.pool, membership(other), consumer.Each(effect), func(cfg *consumer.Config) {
+				cfg.Hooks.Processed = func(p consumer.Processed) { again.Add(int64(p.Duplicates)) }
+			})
+			h.wait("the other joins", func() bool { return other.joins.Load() > 0 })
+			heard := asked.heartbeats.Load()
+			h.wait("the first hears of it", func() bool { return asked.heartbeats.Load() > heard+5 })
+			close(release)
+			require.NoError(t, <-ended)
+			require.EqualValues(t, 1, fresh.Load(), "what was under way is finished")
+			h.waitEffects(2)
+			require.Zero(t, again.Load())
+			require.NotContains(t, h.log.String(), "ended without finishing anything")
+		})
+	}
+}
+
+// Property: with workers, messages that share a transaction with a failing one do not wait for its
+// attempts, unless they have its key; those keep their order.
+func TestFailingMessageHoldsUpNoOtherKeyOfItsTransaction(t *testing.T) {
+	t.Parallel()
+	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceKeyed("bad:1", "a:1", "bad:2", "b:1", "c:1", "bad:3")
+			var mu sync.Mutex
+			var calls []string
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				mu.Lock()
+				defer mu.Unlock()
+				calls = append(calls, string(msg.Value))
+				tries := 0
+				for _, call := range calls {
+					if call == "bad:1" {
+						tries++
+					}
+				}
+				if string(msg.Value) == "bad:1" && tries < 4 {
+					return errBad
+				}
+				return effect(ctx, tx, msg)
+			}), func(c *consumer.Config) { c.Order, c.Workers = order, 1 })
+			h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) == 6 })
+			require.NoError(t, stop())
+			second := slices.Index(calls[1:], "bad:1") + 1
+			for _, other := range []string{"a:1", "b:1", "c:1"} {
+				require.Less(t, slices.Index(calls, other), second, "%v", calls)
+			}
+			if order == consumer.OrderByKey {
+				values := h.values()
+				require.Less(t, slices.Index(values, "bad:1"), slices.Index(values, "bad:2"))
+				require.Less(t, slices.Index(values, "bad:2"), slices.Index(values, "bad:3"))
+			}
+		})
+	}
+}
+
+// Property: a header of a producer that has the name under which headers are stored raw is a header
+// like any other: the message is retried, and so are other parked messages.
+func TestHeaderNamedAsOursIsRetried(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for _, value := range []string{"x", `[["YQ==","Yg=="]]`} {
+		h.produceRecord(&kgo.Record{Value: []byte("bad"), Timestamp: time.Now(), Headers: []kgo.RecordHeader{{Key: "effectonce-raw-headers", Value: []byte(value)}}})
+	}
+	fails := true
+	var mu sync.Mutex
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		mu.Lock()
+		defer mu.Unlock()
+		if fails {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), parkAll)
+	h.wait("parked", func() bool { return len(h.parked()) == 2 })
+	mu.Lock()
+	fails = false
+	mu.Unlock()
+	h.retry()
+	h.waitEffects(2)
+	require.NoError(t, stop())
 }

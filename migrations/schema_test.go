@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -201,4 +202,95 @@ func TestPartitionsCoverEveryID(t *testing.T) {
 	err = conn.QueryRow(t.Context(), `SELECT max(substr(relname, 20))::date - (now() AT TIME ZONE 'UTC')::date FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$'`).Scan(&ahead)
 	require.NoError(t, err)
 	assert.GreaterOrEqual(t, ahead, 30, "days ahead")
+}
+
+const (
+	deadRowSQL = `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
+		VALUES ('r', %d, effectonce.uuid_v7(), 't', %s, '{}', now(), '%s', '', '%s')`
+	freedSQL = `SELECT coalesce(array_agg(encode(hash, 'hex') ORDER BY hash), '{}') FROM effectonce.outbox_dead_freed WHERE relay = 'r' AND topic = 't'`
+	hashSQL  = `SELECT encode(sha256($1::text::bytea), 'hex')`
+)
+
+func deadRow(t *testing.T, conn *pgx.Conn, seq int, key, reason, state string) {
+	t.Helper()
+	pgtest.Exec(t, conn, fmt.Sprintf(deadRowSQL, seq, key, reason, state))
+}
+
+func ask[T any](t *testing.T, conn *pgx.Conn, sql string, args ...any) (v T) {
+	t.Helper()
+	require.NoError(t, conn.QueryRow(t.Context(), sql, args...).Scan(&v))
+	return v
+}
+
+// Property: a deleted dead row, by whatever program, records its key as freed. A deletion that does
+// not commit records none, and none waits for another because of it. A role that may delete dead
+// rows needs no other right.
+func TestDeletedDeadRowFreesItsKey(t *testing.T) {
+	t.Parallel()
+	ctx, address := t.Context(), pgtest.Database(t)
+	conn, other := pgtest.Connect(t, address), pgtest.Connect(t, address)
+	deadRow(t, conn, 1, "'k'", "refused", "held")
+	deadRow(t, conn, 2, "'k'", "behind", "behind")
+	deadRow(t, conn, 3, "NULL", "refused", "held")
+	deadRow(t, conn, 4, "'l'", "refused", "held")
+	tx, err := conn.Begin(ctx)
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, `DELETE FROM effectonce.outbox_dead WHERE seq = 1`)
+	require.NoError(t, err)
+	// Concurrent with the open transaction, in the same key.
+	pgtest.Exec(t, other, `SET lock_timeout = '5s'`)
+	pgtest.Exec(t, other, `DELETE FROM effectonce.outbox_dead WHERE seq = 2`)
+	k, l := ask[string](t, other, hashSQL, "k"), ask[string](t, other, hashSQL, "l")
+	require.Equal(t, []string{k}, ask[[]string](t, other, freedSQL))
+	require.NoError(t, tx.Rollback(ctx))
+	require.Equal(t, []string{k}, ask[[]string](t, other, freedSQL))
+
+	prefix := pgtest.RolePrefix(t, address)
+	bringRoles(t, other, migrations.Options{}, prefix)
+	pgtest.Exec(t, other, fmt.Sprintf("REVOKE ALL ON effectonce.outbox_dead_freed FROM %s_operator", prefix)) // as before the roles are renewed
+	operator := pgtest.Connect(t, pgtest.Login(t, address, prefix, "operator"))
+	pgtest.Exec(t, operator, `DELETE FROM effectonce.outbox_dead WHERE seq IN (3, 4)`)
+	require.ElementsMatch(t, []string{k, l}, ask[[]string](t, other, freedSQL), "a row without a key frees none")
+}
+
+// Property: check_position lets only the holder of the position's epoch pass, and with p_known only
+// while the database has what the caller saw stored. Until its transaction ends, no other holder
+// can take the position.
+func TestCheckPositionFencesFormerHolders(t *testing.T) {
+	t.Parallel()
+	ctx, address := t.Context(), pgtest.Database(t)
+	conn, other := pgtest.Connect(t, address), pgtest.Connect(t, address)
+	pgtest.Exec(t, conn, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, epoch, next_offset) VALUES ('g', 't', 0, 5, 10)`)
+	for _, call := range []struct {
+		args   string
+		passes bool
+	}{
+		{`'g', 't', 0, 6, NULL`, false},
+		{`'g', 'u', 0, 5, NULL`, false},
+		{`'h', 't', 0, 5, NULL`, false},
+		{`'g', 't', 0, 5, NULL`, true},
+		{`'g', 't', 0, 5, 10`, true},
+		{`'g', 't', 0, 5, 9`, true},
+		{`'g', 't', 0, 5, 11`, false},
+		{`'g', 't', 0, 4, NULL`, false},
+		{`'g', 't', 0, 4, 10`, false},
+		{`'g', 't', 1, 5, 10`, false},
+	} {
+		_, err := conn.Exec(ctx, `SELECT effectonce.check_position(`+call.args+`)`)
+		if call.passes {
+			require.NoError(t, err, call.args)
+		} else {
+			require.True(t, pgerr.Is(err, "EO001"), "%s: %v", call.args, err)
+		}
+	}
+	pgtest.Exec(t, other, `SET lock_timeout = '100ms'`)
+	for _, args := range []string{`'g', 't', 0, 5, NULL`, `'g', 't', 0, 5, 10`} {
+		tx, err := conn.Begin(ctx)
+		require.NoError(t, err)
+		_, err = tx.Exec(ctx, `SELECT effectonce.check_position(`+args+`)`)
+		require.NoError(t, err)
+		_, err = other.Exec(ctx, `UPDATE effectonce.consumer_positions SET epoch = 6`)
+		require.True(t, pgerr.LockConflict(err), "%v", err)
+		require.NoError(t, tx.Rollback(ctx))
+	}
 }

@@ -5,7 +5,7 @@ import (
 	"net/http"
 )
 
-// ReadyHandler answers 200 while Ready returns nil, otherwise 503, with the Status as JSON,
+// ReadyHandler answers 200 while the consumer is in its group, otherwise 503, with the Status as JSON,
 // "ready", and for 503 the "reason". It queries neither the database nor Kafka. The answer contains
 // no error texts: they may contain parts of payloads. The log and Status have them.
 //

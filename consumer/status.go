@@ -133,19 +133,6 @@ type phaseNow struct {
 
 func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase, err}) }
 
-// Ready returns nil while the consumer is in its group, with or without partitions, and otherwise
-// why it is not. The states of single partitions do not count: see ReadyHandler.
-func (c *Consumer) Ready() error {
-	switch status := c.Status(); {
-	case status.Phase == PhaseConsuming:
-		return nil
-	case status.Err != "":
-		return fmt.Errorf("consumer of group %q is %s: %s", status.Group, status.Phase, status.Err)
-	default:
-		return fmt.Errorf("consumer of group %q is %s", status.Group, status.Phase)
-	}
-}
-
 // countEvery is how often parked messages are counted: one statement for all partitions of a
 // session.
 const countEvery = 10 * time.Second

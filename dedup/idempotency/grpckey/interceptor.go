@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
 	"strings"
 	"time"
@@ -36,21 +35,17 @@ const (
 	Domain   = "effectonce"
 )
 
-// Scope returns the tenant, or the principal, that made a call, as authentication determined it:
-// the same key in two scopes is two keys. An error that wraps ErrUnauthenticated is answered with
-// Unauthenticated; any other error, and an empty scope, with Internal.
+// Scope returns the tenant, or the principal, that made a call: see httpkey.Scope. An error that
+// wraps ErrUnauthenticated is answered with Unauthenticated; any other, and an empty scope, with Internal.
 type Scope func(ctx context.Context) (string, error)
 
 // ErrUnauthenticated is for Scope: the call has no principal.
 var ErrUnauthenticated = serving.ErrUnauthenticated
 
-// Config of an Interceptor. The zero value works, except that Operation.Operation and Methods are
-// required.
+// Config of an Interceptor. Operation.Operation and Methods are required.
 type Config struct {
-	// Operation configures the keys: the name, which is required, window, waiting, encryption.
-	// Failed returns a response of status 200 to 299 with an encoded message, or of another status
-	// with an encoded google.rpc.Status; default: the failure's status. It is not called for
-	// idempotency.ErrExpired.
+	// Operation configures the keys. Its Failed returns a response of status 200 to 299 with an encoded
+	// message, or of another status with an encoded google.rpc.Status; default: the failure's status.
 	Operation idempotency.Config
 	// Methods are executed once, each given by its full name: "/shop.Orders/Create". All others
 	// pass through. At least one; their messages must be linked into the program.
@@ -69,7 +64,6 @@ type Interceptor struct {
 	scope   Scope
 	cfg     Config
 	methods map[string]protoreflect.MessageType // of their responses
-	log     *slog.Logger
 }
 
 // New returns an interceptor, or all problems of its configuration at once. It opens no connection.
@@ -88,20 +82,14 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 			problems = append(problems, bounds.Problem("Methods", fmt.Sprintf("%q", method), "the full name of a unary method that is linked into the program"))
 		}
 	}
-	if cfg.Fingerprint == nil {
-		cfg.Fingerprint = func(_ string, request proto.Message) ([]byte, error) {
-			return proto.MarshalOptions{Deterministic: true}.Marshal(request)
-		}
-	}
 	op, err := serving.New(pool, cfg.Operation, failed, cfg.HandlerTimeout)
 	if err := errors.Join(append(problems, err)...); err != nil {
 		return nil, err
 	}
-	return &Interceptor{op: op, scope: scope, cfg: cfg, methods: methods, log: op.Config().Logger}, nil
+	return &Interceptor{op: op, scope: scope, cfg: cfg, methods: methods}, nil
 }
 
-// Operation returns the operation that stores the keys: for idempotency.Operation.Run, and for
-// flows.
+// Operation returns the operation that stores the keys: for its Run, and for flows.
 func (i *Interceptor) Operation() *idempotency.Operation { return i.op }
 
 // responseOf returns the type of a unary method's response, or nil.
@@ -118,23 +106,17 @@ func responseOf(method string) protoreflect.MessageType {
 
 // Tx returns the transaction of the call: see httpkey.Tx. It panics if the method is not one of
 // Config.Methods: without the transaction, the handler's writes would not be protected by the key.
-func Tx(ctx context.Context) pgx.Tx { return of(ctx).Tx }
+func Tx(ctx context.Context) pgx.Tx { return serving.Of(ctx, unlisted).Tx }
 
 // Key returns the key of the call: see httpkey.Key. It panics if Tx does.
-func Key(ctx context.Context) idempotency.Key { return of(ctx).Key }
+func Key(ctx context.Context) idempotency.Key { return serving.Of(ctx, unlisted).Key }
 
-func of(ctx context.Context) *serving.Exchange {
-	if e := serving.From(ctx); e != nil {
-		return e
-	}
-	panic("grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server")
-}
+const unlisted = "grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server"
 
 // Unary is a grpc.UnaryServerInterceptor: it executes the handler once for each key, in one
-// transaction with the key and the response. The handler may run more than once (after a
-// serialization failure or a deadlock that it returned, or after an attempt that stored nothing);
-// only one of the runs has effects. A panic rolls back and is passed on. Put it behind
-// authentication.
+// transaction with the key and the response. The handler may run more than once, as under
+// httpkey.Middleware.Handler; only one of the runs has effects. A panic rolls back and is passed on.
+// Put it behind authentication.
 func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	result, ok := i.methods[info.FullMethod]
 	if !ok {
@@ -151,9 +133,16 @@ func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnarySe
 		made = idempotency.Response{} // an earlier run was rolled back
 		run := proto.Clone(message)   // an earlier run may have changed its own
 		if answered, err = handler(serving.With(ctx, &serving.Exchange{Tx: tx, Key: key}), run); err != nil {
-			return made, outcome(tx, err)
+			if answer := statusOf(err); refused[answer.Code()] != 0 {
+				return made, idempotency.Final(stored(answer), err)
+			}
+			return made, &serving.GivenUpError{Err: err, Cut: tx.Conn().IsClosed()}
 		}
-		body, err := proto.Marshal(answered.(proto.Message)) //nolint:forcetypeassert // as above
+		message, ok := answered.(proto.Message)
+		if !ok {
+			return made, fmt.Errorf("the handler of %s answered with a %T: want a protocol buffer", info.FullMethod, answered)
+		}
+		body, err := proto.Marshal(message)
 		made = idempotency.Response{Status: http.StatusOK, Body: body}
 		return made, err
 	})
@@ -165,16 +154,28 @@ func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnarySe
 	case made.Status != 0 && serving.Same(response, made): // otherwise a failure is stored, and the run was rolled back
 		return answered, nil
 	}
-	return i.replay(ctx, key, response, result.New().Interface())
+	if response.BodyDropped {
+		return nil, refusal(serving.ResponseDropped, 0)
+	}
+	if response.Status >= http.StatusMultipleChoices {
+		failure := status.New(codes.OK, "").Proto()
+		if err := proto.Unmarshal(response.Body, failure); err != nil || failure.GetCode() == 0 { // a person stored it: outbox-relay keys finish
+			return nil, status.Errorf(codes.FailedPrecondition, "the call was finished with status %d", response.Status)
+		}
+		return nil, status.FromProto(failure).Err()
+	}
+	replay := result.New().Interface()
+	if err := proto.Unmarshal(response.Body, replay); err != nil {
+		i.op.Config().Logger.ErrorContext(ctx, "the stored response of a call is not of its method's type", "key", key, "error", err)
+		return nil, status.Error(codes.Internal, "the call was executed, and its stored response cannot be read")
+	}
+	return replay, nil
 }
 
 // key reads the key of a call before any SQL, or returns why it cannot.
 func (i *Interceptor) key(ctx context.Context, method string, request proto.Message) (idempotency.Key, serving.Problem) {
 	scope, err := i.scope(ctx)
-	problem, err := serving.CheckScope(i.op, scope, err)
-	if err != nil {
-		i.log.ErrorContext(ctx, "the scope of a call is unknown: it is refused", "error", err)
-	}
+	problem := serving.CheckScope(ctx, i.op, scope, err)
 	values := metadata.ValueFromIncomingContext(ctx, Metadata)
 	if len(values) == 0 && i.cfg.Optional {
 		values = []string{idempotency.NewKey()}
@@ -187,7 +188,10 @@ func (i *Interceptor) key(ctx context.Context, method string, request proto.Mess
 	case len(values) > 1 || !serving.ValidKey(values[0]):
 		return idempotency.Key{}, serving.KeyMalformed
 	}
-	content, err := i.cfg.Fingerprint(method, request)
+	content, err := proto.MarshalOptions{Deterministic: true}.Marshal(request)
+	if i.cfg.Fingerprint != nil {
+		content, err = i.cfg.Fingerprint(method, request)
+	}
 	if err != nil {
 		return idempotency.Key{}, serving.Unreadable
 	}
@@ -195,14 +199,13 @@ func (i *Interceptor) key(ctx context.Context, method string, request proto.Mess
 }
 
 // fail returns the status for a call without an outcome: the handler's own, if it failed with one.
-// told: the error is worth logging.
 func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error, told bool) error {
-	if answer, ok := statusOf(err); ok && !errors.Is(err, idempotency.ErrIndeterminate) {
+	if answer := statusOf(err); answer != nil && !errors.Is(err, idempotency.ErrIndeterminate) {
 		return answer.Err()
 	}
 	problem, retryAfter := serving.ProblemOf(err, i.cfg.RetryAfter)
 	if told && problem.Describe().Status >= http.StatusInternalServerError {
-		i.log.ErrorContext(ctx, "a call has no outcome", "key", key, "problem", problem, "error", err)
+		i.op.Config().Logger.ErrorContext(ctx, "a call has no outcome", "key", key, "problem", problem, "error", err)
 	}
 	return refusal(problem, retryAfter)
 }
@@ -244,52 +247,20 @@ func stored(answer *status.Status) idempotency.Response {
 	return idempotency.Response{Status: cmp.Or(refused[answer.Code()], http.StatusInternalServerError), Body: body}
 }
 
-// failed makes the response that Strict and AttemptsMax store for a failure (its status, if the
-// handler returned one), and the response for ErrExpired.
+// failed makes the response for ErrExpired, and the one that Strict and AttemptsMax store for a failure.
 func failed(err error) idempotency.Response {
-	answer, ok := statusOf(err)
-	switch {
-	case errors.Is(err, idempotency.ErrExpired):
+	answer := statusOf(err)
+	if errors.Is(err, idempotency.ErrExpired) {
 		answer = status.Convert(refusal(serving.KeyExpired, 0))
-	case !ok:
-		answer = status.Convert(refusal(serving.Internal, 0))
 	}
-	return stored(answer)
+	return stored(cmp.Or(answer, status.Convert(refusal(serving.Internal, 0))))
 }
 
-// outcome returns the failure of a handler, with what is stored of it if it is an outcome.
-func outcome(tx pgx.Tx, failure error) error {
-	if answer, ok := statusOf(failure); ok && refused[answer.Code()] != 0 {
-		return idempotency.Final(stored(answer), failure)
-	}
-	return &serving.GivenUpError{Err: failure, Cut: tx.Conn().IsClosed()}
-}
-
-// statusOf returns the status that a handler failed with, without the text of wrapping errors.
-func statusOf(err error) (*status.Status, bool) {
+// statusOf returns the status that a handler failed with, without the text of wrapping errors, or nil.
+func statusOf(err error) *status.Status {
 	var of interface{ GRPCStatus() *status.Status }
-	if !errors.As(err, &of) || of.GRPCStatus() == nil || of.GRPCStatus().Code() == codes.OK {
-		return nil, false
+	if errors.As(err, &of) && of.GRPCStatus().Code() != codes.OK {
+		return of.GRPCStatus()
 	}
-	return of.GRPCStatus(), true
-}
-
-// replay returns what is stored of a call. A person may have stored a failure that is no status
-// (outbox-relay keys finish).
-func (i *Interceptor) replay(ctx context.Context, key idempotency.Key, response idempotency.Response, message proto.Message) (any, error) {
-	if response.BodyDropped {
-		return nil, refusal(serving.ResponseDropped, 0)
-	}
-	if response.Status >= http.StatusMultipleChoices {
-		answer := status.New(codes.OK, "").Proto()
-		if err := proto.Unmarshal(response.Body, answer); err != nil || codes.Code(answer.GetCode()) == codes.OK {
-			return nil, status.Errorf(codes.FailedPrecondition, "the call was finished with status %d", response.Status)
-		}
-		return nil, status.FromProto(answer).Err()
-	}
-	if err := proto.Unmarshal(response.Body, message); err != nil {
-		i.log.ErrorContext(ctx, "the stored response of a call is not of its method's type", "key", key, "error", err)
-		return nil, status.Error(codes.Internal, "the call was executed, and its stored response cannot be read")
-	}
-	return message, nil
+	return nil
 }

@@ -69,10 +69,7 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 // principal returns the scope of a request, or answers with the reason why there is none.
 func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
 	scope, err := m.scope(r)
-	problem, err := serving.CheckScope(m.op, scope, err)
-	if err != nil {
-		m.log.ErrorContext(r.Context(), "the scope of a request is unknown: it is refused", "error", err)
-	}
+	problem := serving.CheckScope(r.Context(), m.op, scope, err)
 	if problem != "" {
 		m.refuse(w, r, urn+Problem(problem), 0)
 	}

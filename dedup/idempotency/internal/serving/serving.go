@@ -58,18 +58,19 @@ func ValidKey(value string) bool {
 	return value != "" && len(value) <= 255 && !strings.ContainsFunc(value, invisible)
 }
 
-// CheckScope returns the problem of what a Scope returned, or "". The error is for the log.
-func CheckScope(op *idempotency.Operation, scope string, err error) (Problem, error) {
+// CheckScope returns the problem of what a Scope returned, or "".
+func CheckScope(ctx context.Context, op *idempotency.Operation, scope string, err error) Problem {
 	if errors.Is(err, ErrUnauthenticated) {
-		return Unauthenticated, nil
+		return Unauthenticated
 	}
 	if err == nil {
 		err = op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
 	}
 	if err != nil {
-		return Internal, err
+		op.Config().Logger.ErrorContext(ctx, "the scope of a request is unknown: it is refused", "error", err)
+		return Internal
 	}
-	return "", nil
+	return ""
 }
 
 // Once executes the work of a request. started: it had begun, so that its failure is worth a line
@@ -100,6 +101,14 @@ type exchangeKey struct{}
 // With returns a context for a handler.
 func With(ctx context.Context, e *Exchange) context.Context {
 	return context.WithValue(ctx, exchangeKey{}, e)
+}
+
+// Of returns what With was given. It panics without that, with the remedy.
+func Of(ctx context.Context, remedy string) *Exchange {
+	if e := From(ctx); e != nil {
+		return e
+	}
+	panic(remedy)
 }
 
 // From returns what With was given, or nil.

@@ -26,13 +26,13 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// A client sends its key under the name Metadata, once, with 1 to 255 visible ASCII characters. A
-// replay has Replayed, with the value "true". Domain is that of the ErrorInfo in a status that this
-// package answers with.
+// A client sends its key under Metadata, once, with 1 to 255 visible ASCII characters. A replay has
+// Replayed, with the value "true". Domain is in the ErrorInfo of this package's own answers.
 const (
 	Metadata = "idempotency-key"
 	Replayed = "idempotent-replayed"
 	Domain   = "effectonce"
+	unlisted = "grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server"
 )
 
 // Scope returns the tenant, or the principal, that made a call: see httpkey.Scope. An error that
@@ -50,9 +50,10 @@ type Config struct {
 	// Methods are executed once, each given by its full name: "/shop.Orders/Create". All others
 	// pass through. At least one; their messages must be linked into the program.
 	Methods []string
-	// Optional, HandlerTimeout and RetryAfter are those of httpkey.Config.
-	Optional                   bool
+	// Optional, HandlerTimeout (1 ms to 1 h) and RetryAfter (1 s to 1 h) are those of httpkey.Config.
+	// Default false, 30 s and 1 s.
 	HandlerTimeout, RetryAfter time.Duration
+	Optional                   bool
 	// Fingerprint returns the part of a request that distinguishes it from others of the method.
 	// Default: its deterministic encoding.
 	Fingerprint func(method string, request proto.Message) ([]byte, error)
@@ -69,7 +70,10 @@ type Interceptor struct {
 // New returns an interceptor, or all problems of its configuration at once. It opens no connection.
 // The caller owns the pool, which must connect to the primary.
 func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
-	problems := serving.Times(&cfg.HandlerTimeout, &cfg.RetryAfter)
+	problems := bounds.Durations(
+		bounds.Duration{Field: "HandlerTimeout", Value: &cfg.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: &cfg.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
+	)
 	if scope == nil {
 		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a call"))
 	}
@@ -111,12 +115,9 @@ func Tx(ctx context.Context) pgx.Tx { return serving.Of(ctx, unlisted).Tx }
 // Key returns the key of the call: see httpkey.Key. It panics if Tx does.
 func Key(ctx context.Context) idempotency.Key { return serving.Of(ctx, unlisted).Key }
 
-const unlisted = "grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server"
-
 // Unary is a grpc.UnaryServerInterceptor: it executes the handler once for each key, in one
-// transaction with the key and the response. The handler may run more than once, as under
-// httpkey.Middleware.Handler; only one of the runs has effects. A panic rolls back and is passed on.
-// Put it behind authentication.
+// transaction with the key and the response. The handler may run more than once; only one run has
+// effects. A panic rolls back and is passed on. Put it behind authentication.
 func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	result, ok := i.methods[info.FullMethod]
 	if !ok {
@@ -228,8 +229,7 @@ func refusal(problem serving.Problem, retryAfter time.Duration) error {
 	if problem == serving.KeyInProgress {
 		code = codes.Aborted
 	}
-	reason := strings.ToUpper(strings.ReplaceAll(string(problem), "-", "_"))
-	answer, err := status.New(code, text.Detail).WithDetails(&errdetails.ErrorInfo{Reason: reason, Domain: Domain})
+	answer, err := status.New(code, text.Detail).WithDetails(&errdetails.ErrorInfo{Reason: strings.ToUpper(strings.ReplaceAll(string(problem), "-", "_")), Domain: Domain})
 	if err == nil && retryAfter > 0 {
 		answer, err = answer.WithDetails(&errdetails.RetryInfo{RetryDelay: durationpb.New(retryAfter)})
 	}
@@ -239,7 +239,7 @@ func refusal(problem serving.Problem, retryAfter time.Duration) error {
 	return answer.Err()
 }
 
-// stored returns a status in its stored form. One that cannot be encoded has no body.
+// stored returns a status in its stored form, without a body if it cannot be encoded.
 func stored(answer *status.Status) idempotency.Response {
 	text := answer.Proto() // a copy
 	text.Message = strings.ToValidUTF8(text.GetMessage(), "\ufffd")

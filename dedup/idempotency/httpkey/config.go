@@ -157,8 +157,9 @@ func (m *Middleware) Operation() *idempotency.Operation { return m.op }
 func (c *Config) check() []error {
 	problems := bounds.Durations(
 		bounds.Duration{Field: "ReadTimeout", Value: &c.ReadTimeout, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "HandlerTimeout", Value: &c.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
 	)
-	problems = append(problems, serving.Times(&c.HandlerTimeout, &c.RetryAfter)...)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},

@@ -43,15 +43,6 @@ func New(pool *pgxpool.Pool, cfg idempotency.Config, failed func(error) idempote
 	return op, err
 }
 
-// Times sets the settings that servers have in common to their defaults, and returns a problem for
-// each one out of bounds.
-func Times(handlerTimeout, retryAfter *time.Duration) []error {
-	return bounds.Durations(
-		bounds.Duration{Field: "HandlerTimeout", Value: handlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "RetryAfter", Value: retryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
-	)
-}
-
 // ValidKey reports whether a client's key has 1 to 255 visible ASCII characters.
 func ValidKey(value string) bool {
 	invisible := func(r rune) bool { return r <= ' ' || r > '~' }

@@ -151,7 +151,7 @@ func (d *dumped) prepare(t *testing.T) {
 	d.writers.run(ctx, t, pool)
 	r := start(t, d.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
-	_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, d.paused)
+	_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 0, d.paused)
 	require.NoError(t, err)
 	d.insert(t, pool, d.missing, "held")
 	eventually(t, "the floor moves, a row is dead, one waits for its topic", func() (bool, any) {

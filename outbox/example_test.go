@@ -13,8 +13,7 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// The change and its message are committed by one transaction, or neither is. After the commit,
-// Notify wakes an idle relay; without it, the relay finds the row at its next poll.
+// The change and its message are committed by one transaction, or neither is.
 func Example() {
 	pay := func(ctx context.Context, pool *pgxpool.Pool, orderID string, body []byte) error {
 		tx, err := pool.Begin(ctx)
@@ -28,11 +27,7 @@ func Example() {
 		if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "orders", Key: []byte(orderID), Payload: body}); err != nil {
 			return err
 		}
-		if err := tx.Commit(ctx); err != nil {
-			return err
-		}
-		_ = outbox.Notify(ctx, pool) // only affects latency
-		return nil
+		return tx.Commit(ctx)
 	}
 	_ = pay
 }

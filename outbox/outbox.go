@@ -32,7 +32,7 @@ type Config struct {
 
 // Outbox publishes into one schema. It holds no connection and is safe for concurrent use.
 type Outbox struct {
-	schema, insert, schedule, cancel, backlog string
+	insert, schedule, cancel, backlog string
 
 	recordBytesMax int
 	inject         func(ctx context.Context, headers map[string]string)
@@ -54,7 +54,7 @@ func New(cfg Config) (*Outbox, error) {
 func newOutbox(schema string, recordBytesMax int, inject func(ctx context.Context, headers map[string]string)) *Outbox {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return &Outbox{
-		schema: schema, insert: in(insertSQL), schedule: in(scheduleSQL), cancel: in(cancelSQL), backlog: in(backlogSQL),
+		insert: in(insertSQL), schedule: in(scheduleSQL), cancel: in(cancelSQL), backlog: in(backlogSQL),
 		recordBytesMax: recordBytesMax, inject: inject,
 	}
 }

@@ -69,11 +69,6 @@ type Config struct {
 	// PollMax is the longest pause on an idle outbox; pauses double up to it. 1 ms to 1 min;
 	// default 250 ms.
 	PollMax time.Duration
-	// WakeOnNotify makes the relay poll the outbox when a program calls outbox.Notify. It takes one
-	// more connection with the pool's settings. That connection must not go through PgBouncer in
-	// transaction mode, or the relay receives no notification. Rows without a notification wait for
-	// PollMax at most, as without this setting. Default: only polling.
-	WakeOnNotify bool
 	// ProgressEvery bounds how often progress is stored, and so how much is published again after a
 	// crash. 1 ms to 1 min; default 50 ms.
 	ProgressEvery time.Duration

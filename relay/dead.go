@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"time"
 
@@ -305,7 +304,7 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 			d.cfg.Hooks.Dead(row.row.topic, row.reason)
 		}
 		if row.reason != ReasonBehind && row.reason != ReasonPaused && row.reason != ReasonNotAuthorized {
-			d.say.about(ctx, slog.LevelError, row.row.topic+" "+string(row.reason), "outbox row cannot be published; it moved to outbox_dead",
+			d.say.about(ctx, row.row.topic+" "+string(row.reason), "outbox row cannot be published; it moved to outbox_dead",
 				"relay", d.cfg.Name, "holds_key", row.row.key != nil && (!d.cfg.SkipDead || !row.reason.ofRow()), "seq", row.row.seq, "id", row.row.id,
 				"topic", row.row.topic, "reason", row.reason, "error", row.err)
 		}

@@ -98,7 +98,7 @@ func TestPausedTopicWaits(t *testing.T) {
 	running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: true})
 	insert(t, pool, topic, "k", "0")
 	testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
-	changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
+	changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, 0, topic)
 	require.NoError(t, err)
 	require.Equal(t, []string{topic}, changed)
 	// The relay takes note with its next look; it has done so when it begins another one.
@@ -149,7 +149,7 @@ func TestOrderAcrossPauses(t *testing.T) {
 			}
 		})
 		for range 3 {
-			_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+			_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 0, topic)
 			require.NoError(t, err)
 			testwait.True(t, "rows wait", func() bool { return dead(t, pool) > 10 })
 			_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
@@ -486,7 +486,7 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 		}
 		r := newRelay(t, pool, cfg)
 		drain(t, r)
-		_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+		_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, 0, topic)
 		require.NoError(t, err)
 		many(1, waiting)
 		drain(t, r)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"sync"
 	"time"
 )
@@ -195,7 +194,7 @@ func (m *member) hangs(ctx context.Context, w *worker, late time.Duration) {
 	if !w.hung {
 		m.setHung(w, true)
 	}
-	m.say.about(ctx, slog.LevelError, fmt.Sprint(w.lease.shard), "a shard hangs, in a client or a sink that does not return: its lease is not renewed, another replica takes it over; restart this one",
+	m.say.about(ctx, fmt.Sprint(w.lease.shard), "a shard hangs, in a client or a sink that does not return: its lease is not renewed, another replica takes it over; restart this one",
 		"relay", m.cfg.Name, "owner", m.cfg.Owner, "shard", w.lease.shard, "epoch", w.lease.epoch, "since", late.Round(time.Second))
 }
 

@@ -65,9 +65,9 @@ type standing struct {
 func (m *member) participate(ctx context.Context) error {
 	ended := make(chan *worker)
 	var group sync.WaitGroup
-	listening, stopListening := context.WithCancel(ctx)
+	probing, stopProbing := context.WithCancel(ctx)
 	defer func() {
-		stopListening()
+		stopProbing()
 		for _, w := range m.workers {
 			w.end()
 		}
@@ -80,11 +80,8 @@ func (m *member) participate(ctx context.Context) error {
 	if err := m.enroll(ctx); err != nil {
 		return err
 	}
-	if m.cfg.WakeOnNotify {
-		group.Go(func() { m.listen(listening) })
-	}
 	if m.probes() {
-		group.Go(func() { m.probe(listening) })
+		group.Go(func() { m.probe(probing) })
 	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()

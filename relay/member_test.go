@@ -112,13 +112,13 @@ func (b *lockedBuffer) String() string {
 	return b.Buffer.String()
 }
 
-// Property: a relay that cannot continue logs that and ends, also if it listens for wake-ups.
-func TestListeningRelayEndsWithItsError(t *testing.T) {
+// Property: a relay on an old primary ends with that error.
+func TestRelayOfAnOldPrimaryEndsWithItsError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	drain(t, newRelay(t, pool, relay.Config{}))
 	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1, lease_until = NULL`)
-	r, ended := newRelay(t, pool, relay.Config{WakeOnNotify: true}), make(chan error, 1)
+	r, ended := newRelay(t, pool, relay.Config{}), make(chan error, 1)
 	go func() { ended <- r.Run(t.Context()) }()
 	require.ErrorIs(t, testwait.Chan(t, "the relay refuses", ended), relay.ErrOldPrimary)
 }

@@ -43,11 +43,60 @@ type PausedTopic struct {
 }
 
 // Pause makes the rows of topics wait: they move to outbox_dead, and so do later rows of their
-// keys. Other topics continue. When Pause returns, the pause is stored; it holds when AwaitPause
-// returns nil. Topics that are already paused stay as they are. Pause returns the topics that were
-// not paused before.
-func Pause(ctx context.Context, pool *pgxpool.Pool, by Operator, topics ...string) ([]string, error) {
-	return changePaused(ctx, pool, pauseSQL, by, topics)
+// keys. Other topics continue. Topics that are already paused stay as they are. Pause returns the
+// topics that were not paused before.
+//
+// It stores the pauses, and waits until they hold: every live replica of the relay has confirmed
+// that each row that it read before them is acknowledged by Kafka, or waits. That takes up to a
+// quarter of the relay's Lease, 2.5 s at most. It takes longer while Kafka does not acknowledge, or
+// if a replica died (until its lease is over). It does not wait for a topic that was resumed
+// meanwhile. If they do not hold within wait, or ctx ends, it returns an UnconfirmedError; a wait of
+// 0 only stores them. One limit: a broker that hangs, and answers after the relay has given up its
+// connection, may still append rows that were in flight; they are published again after Resume.
+func Pause(ctx context.Context, pool *pgxpool.Pool, by Operator, wait time.Duration, topics ...string) ([]string, error) {
+	changed, err := changePaused(ctx, pool, pauseSQL, by, topics)
+	if err != nil || wait == 0 {
+		return changed, err
+	}
+	by, _ = by.resolve() // without an error: changePaused did it, too
+	ctx, cancel := context.WithTimeout(ctx, wait)
+	defer cancel()
+	unconfirmed := &UnconfirmedError{Owners: []string{"any replica, since the database did not answer"}}
+	for {
+		var runs bool
+		var owners []string
+		err := pool.QueryRow(ctx, migrations.InSchema(unconfirmedSQL, by.Schema), by.Relay, topics).Scan(&runs, &owners)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			return changed, fmt.Errorf("ask which replicas obey the pause: %w", err)
+		case err != nil:
+		case !runs:
+			return changed, &UnconfirmedError{}
+		case len(owners) == 0:
+			return changed, nil
+		default:
+			unconfirmed.Owners = owners
+		}
+		if ctx.Err() != nil || !pause.For(ctx, confirmEvery) {
+			return changed, unconfirmed
+		}
+	}
+}
+
+// confirmEvery is the pause between two polls for confirmations.
+const confirmEvery = 100 * time.Millisecond
+
+// UnconfirmedError is returned by Pause if the pauses are stored, and do not hold yet: replicas may
+// still publish rows that they read before.
+type UnconfirmedError struct {
+	Owners []string // of the replicas, with the reason where it is known; none: no replica of the relay runs
+}
+
+func (e *UnconfirmedError) Error() string {
+	if len(e.Owners) == 0 {
+		return "no replica of the relay runs: the pause holds once one does"
+	}
+	return "not confirmed by " + strings.Join(e.Owners, ", ") + ": it may still publish rows that it read before the pause"
 }
 
 // Resume ends a pause: the rows are published in their order, and then the rows behind them. It
@@ -78,62 +127,6 @@ func checkTopics(topics []string) (err error) {
 		}
 	}
 	return err
-}
-
-// ErrNoReplica is returned by AwaitPause if no replica of the relay is alive. The pause is stored,
-// and holds from the first row on when a replica runs.
-var ErrNoReplica = errors.New("no replica of the relay runs")
-
-// UnconfirmedError is returned by AwaitPause when its context ended. The pause is stored. The
-// replicas may still publish rows that they read before it.
-type UnconfirmedError struct {
-	Owners []string // of the replicas, with the reason where it is known
-	cause  error
-}
-
-func (e *UnconfirmedError) Error() string {
-	return "not confirmed by " + strings.Join(e.Owners, ", ") + ": it may still publish rows that it read before the pause"
-}
-
-// Unwrap returns why the context ended.
-func (e *UnconfirmedError) Unwrap() error { return e.cause }
-
-// confirmEvery is the pause between two polls of AwaitPause.
-const confirmEvery = 100 * time.Millisecond
-
-// AwaitPause waits until the pauses of topics hold: every live replica of the relay has confirmed
-// that each row that it read before the pauses is acknowledged by Kafka, or waits. That takes up to
-// a quarter of the relay's Lease, 2.5 s at most. It takes longer while Kafka does not acknowledge,
-// or if a replica died (until its lease is over). Give it a deadline. It does not wait for a topic
-// that is not paused, or no longer paused. One limit: a broker that hangs, and answers after the
-// relay has given up its connection, may still append rows that were in flight; they are published
-// again after Resume. AwaitPause returns ErrNoReplica, or an UnconfirmedError.
-func AwaitPause(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...string) error {
-	of, err := of.resolve()
-	if err = errors.Join(err, checkTopics(topics)); err != nil {
-		return err
-	}
-	waiting := &UnconfirmedError{Owners: []string{"any replica, since the database did not answer"}}
-	for {
-		var runs bool
-		var owners []string
-		err := pool.QueryRow(ctx, migrations.InSchema(unconfirmedSQL, of.Schema), of.Relay, topics).Scan(&runs, &owners)
-		switch {
-		case err != nil && ctx.Err() == nil:
-			return fmt.Errorf("ask which replicas obey the pause: %w", err)
-		case err != nil:
-		case !runs:
-			return ErrNoReplica
-		case len(owners) == 0:
-			return nil
-		default:
-			waiting.Owners = owners
-		}
-		if ctx.Err() != nil || !pause.For(ctx, confirmEvery) {
-			waiting.cause = ctx.Err()
-			return waiting
-		}
-	}
 }
 
 // WithoutRows returns the topics that are not paused and have no row in outbox, outbox_dead and

@@ -20,14 +20,6 @@ import (
 
 var ana = relay.Operator{Who: "ana", Why: "test"}
 
-// brief ends what an operator does not wait for.
-func brief(t *testing.T, limit time.Duration) context.Context {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), limit)
-	t.Cleanup(cancel)
-	return ctx
-}
-
 // Property: a pause is confirmed only after every row that was read before it is acknowledged:
 // while a broker keeps its answer back, the wait names the replica; afterwards no row of the topic
 // comes, and other topics flow.
@@ -54,19 +46,20 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 
 	insert(t, pool, "orders", "k", "before")
 	<-produced
-	_, err = relay.Pause(ctx, pool, ana, "orders")
+	changed, err := relay.Pause(ctx, pool, ana, 0, "orders")
 	require.NoError(t, err)
+	require.Equal(t, []string{"orders"}, changed)
 	testwait.True(t, "the relay looked, and could confirm", func() bool {
 		return one[bool](t, pool, `SELECT bool_or(obeys = '{}') FROM effectonce.outbox_replicas`)
 	})
 	var unconfirmed *relay.UnconfirmedError
-	err = relay.AwaitPause(brief(t, 4*time.Second), pool, ana, "orders") // longer than from one look to the next
+	_, err = relay.Pause(ctx, pool, ana, 4*time.Second, "orders") // longer than from one look to the next
 	require.ErrorAs(t, err, &unconfirmed)
 	require.Equal(t, []string{"the replica"}, unconfirmed.Owners)
-	require.ErrorIs(t, err, context.DeadlineExceeded)
 
 	release()
-	require.NoError(t, relay.AwaitPause(brief(t, testwait.Bound), pool, ana, "orders"))
+	_, err = relay.Pause(ctx, pool, ana, testwait.Bound, "orders")
+	require.NoError(t, err)
 	count := func(topic string) int { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) }
 	require.Equal(t, 1, count("orders"))
 	insert(t, pool, "orders", "k", "after")
@@ -107,9 +100,8 @@ func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 	for range 3 {
 		before := kafkatest.Count(t, topic)
 		testwait.True(t, "rows flow", func() bool { return kafkatest.Count(t, topic) > before })
-		_, err := relay.Pause(ctx, pool, ana, topic)
+		_, err := relay.Pause(ctx, pool, ana, testwait.Bound, topic)
 		require.NoError(t, err)
-		require.NoError(t, relay.AwaitPause(brief(t, testwait.Bound), pool, ana, topic))
 		held, waiting := kafkatest.Count(t, topic), dead(t, pool)
 		testwait.True(t, "rows wait", func() bool { return dead(t, pool) > waiting+100 })
 		require.Equal(t, held, kafkatest.Count(t, topic), "rows came after the pause was confirmed")
@@ -128,17 +120,16 @@ func TestPauseIsConfirmedByAllThatRun(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	// Some looks, also on a busy machine.
-	wait := func() error { return relay.AwaitPause(brief(t, 5*time.Second), pool, ana, "orders") }
-	_, err := relay.Pause(ctx, pool, ana, "orders")
-	require.NoError(t, err)
-	require.ErrorIs(t, wait(), relay.ErrNoReplica)
+	wait := func() error {
+		_, err := relay.Pause(ctx, pool, ana, 5*time.Second, "orders")
+		return err
+	}
+	require.ErrorContains(t, wait(), "no replica of the relay runs")
 	must(t, pool, `INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'gone', clock_timestamp() - interval '1 second'), ('default', 'old', 'infinity'), ('another', 'x', 'infinity')`)
 	require.ErrorContains(t, wait(), "not confirmed by old: it may still publish")
 	must(t, pool, `UPDATE effectonce.outbox_replicas SET obeys = ARRAY(SELECT id FROM effectonce.outbox_paused) WHERE owner = 'old'`)
-	require.NoError(t, relay.AwaitPause(brief(t, testwait.Bound), pool, ana, "orders"))
-	_, err = relay.Resume(ctx, pool, ana, "orders")
-	require.NoError(t, err)
-	_, err = relay.Pause(ctx, pool, ana, "orders")
+	require.NoError(t, wait())
+	_, err := relay.Resume(ctx, pool, ana, "orders")
 	require.NoError(t, err)
 	require.ErrorContains(t, wait(), "not confirmed by old: it may still publish")
 	must(t, pool, `DELETE FROM effectonce.outbox_replicas`)

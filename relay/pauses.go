@@ -63,21 +63,11 @@ func (r *Relay) obeyed(leases []*lease) []string {
 	return ids
 }
 
-// pausing is true while the pauses that the workers obey are not stored, or the workers are about
-// to follow: an operator waits for it, so the next step comes soon. A worker that waits for Kafka
-// follows when it can; a regular step finds it.
+// pausing is true while an operator waits for pauses to be stored as obeyed, so the next step comes
+// soon. A worker that waits longer for Kafka follows when it can; a regular step finds it.
 func (m *member) pausing() bool {
 	known := m.paused.Load()
-	if known == nil {
-		return false
-	}
-	var leases []*lease
-	soon := false
-	for _, w := range m.workers {
-		leases = append(leases, w.lease)
-		soon = soon || w.lease.obeys.set.Load() != known && time.Since(known.found) < followMax
-	}
-	return soon || !slices.Equal(m.obeyed(leases), m.confirmed)
+	return known != nil && time.Since(known.found) < followMax && !slices.Equal(known.ids, m.confirmed)
 }
 
 // followMax is how long a member polls often for workers that are about to follow.

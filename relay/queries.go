@@ -163,16 +163,6 @@ const lockSlotSQL = `-- relay.lock_slot
 LOCK TABLE ONLY effectonce.outbox IN ACCESS SHARE MODE;
 LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
 
-// slotHoldersSQL names the sessions that hold a lock on a slot. Every role may see the locks, and
-// of other roles' sessions their role and application_name.
-const slotHoldersSQL = `-- relay.slot_holders
-SELECT CASE WHEN l.pid IS NULL THEN 'a prepared transaction' ELSE pg_catalog.format('session %%s (%%s, role %%s, %%s)', l.pid,
-  coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?'), pg_catalog.string_agg(l.mode, ' ' ORDER BY l.mode)) END
-FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
-WHERE l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  AND l.relation = 'effectonce.outbox_%d'::regclass::oid AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
-GROUP BY l.pid, a.application_name, a.usename, a.xact_start ORDER BY a.xact_start NULLS LAST, l.pid LIMIT $1`
-
 const truncateSQL = `-- relay.truncate
 TRUNCATE effectonce.outbox_%d`
 
@@ -473,7 +463,7 @@ type queries struct {
 	lockStamps, foreign, restamp, rebase                                                                                                         string
 	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
 	moveToDead, removeDead, holdAgain                                                                                                            string
-	slots, rotate, unpublished, lockSlot, truncate, truncated, slotHolders                                                                       string
+	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                    string
 }
 
 // newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
@@ -490,6 +480,6 @@ func newQueries(schema, run string) queries {
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
 		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
-		slots: in(slotsSQL), rotate: in(rotateSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
+		slots: in(slotsSQL), rotate: in(rotateSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
 	}
 }

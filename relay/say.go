@@ -17,17 +17,15 @@ type sayings struct {
 
 // warn logs a problem. The attributes, such as an error or a shard, may differ each time.
 func (s *sayings) warn(ctx context.Context, text string, attrs ...any) {
-	s.log(ctx, slog.LevelWarn, text, text, attrs)
+	if times, due := s.lines.Due(text, false); due {
+		s.logger.WarnContext(ctx, text, append(attrs, "times", times)...)
+	}
 }
 
-// about is warn for one of several things with the same problem, such as topics.
-func (s *sayings) about(ctx context.Context, level slog.Level, thing, text string, attrs ...any) {
-	s.log(ctx, level, text+"\x00"+thing, text, attrs)
-}
-
-func (s *sayings) log(ctx context.Context, level slog.Level, key, text string, attrs []any) {
-	if times, due := s.lines.Due(key, false); due {
-		s.logger.Log(ctx, level, text, append(attrs, "times", times)...)
+// about logs an error of one of several things with the same problem, such as topics.
+func (s *sayings) about(ctx context.Context, thing, text string, attrs ...any) {
+	if times, due := s.lines.Due(text+"\x00"+thing, false); due {
+		s.logger.ErrorContext(ctx, text, append(attrs, "times", times)...)
 	}
 }
 

@@ -36,7 +36,7 @@ type slot struct {
 func (m *member) tidy(ctx context.Context) {
 	if m.workers[0] == nil {
 		for slot := range m.slotWaits {
-			m.truncateUnblocked(ctx, slot, "this replica no longer has shard 0")
+			m.truncateWaits(ctx, slot, false)
 		}
 	}
 	if m.workers[0] == nil || time.Since(m.tidied) < min(m.cfg.Keep/4, tidyMax) {
@@ -64,6 +64,7 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 		return fmt.Errorf("read the slots: %w", err)
 	}
 	for i, s := range slots {
+		locked := false
 		switch {
 		case s.current && s.rotate:
 			// A slot that a long transaction keeps is left out.
@@ -76,18 +77,48 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 				return fmt.Errorf("turn to slot %d: %w", around[next].number, err)
 			}
 		case !s.current && s.kept && s.bytes > 0:
-			locked, err := r.truncate(ctx, s.number, here)
-			if err != nil {
+			if locked, err = r.truncate(ctx, s.number, here); err != nil {
 				return fmt.Errorf("truncate slot %d: %w", s.number, err)
 			}
-			if locked {
-				r.truncateWaits(ctx, s.number)
-				continue
-			}
 		}
-		r.truncateUnblocked(ctx, s.number, "it was removed, or must not be removed yet")
+		r.truncateWaits(ctx, s.number, locked)
 	}
 	return nil
+}
+
+// slotWait is a slot whose published rows cannot be removed because of a lock.
+type slotWait struct {
+	since time.Time
+	said  bool
+}
+
+// truncateWaits records whether a lock keeps the published rows of a slot. It logs a lock at the
+// second attempt in a row: a short one is not worth a line.
+func (r *Relay) truncateWaits(ctx context.Context, slot int16, locked bool) {
+	w := r.slotWaits[slot]
+	var waited time.Duration
+	switch {
+	case w == nil && locked:
+		r.slotWaits[slot] = &slotWait{since: time.Now()}
+		return
+	case w == nil:
+		return
+	case locked:
+		waited = time.Since(w.since)
+		if !w.said {
+			w.said = true
+			r.cfg.Logger.WarnContext(ctx, "published rows cannot be removed: a transaction holds a lock on their slot; the outbox grows until that transaction ends; nothing else waits; outbox-relay doctor names its session",
+				"relay", r.cfg.Name, "slot", slot)
+		}
+	default:
+		delete(r.slotWaits, slot)
+		if w.said {
+			r.cfg.Logger.InfoContext(ctx, "published rows no longer wait for a lock", "relay", r.cfg.Name, "slot", slot, "waited", time.Since(w.since).Round(time.Millisecond))
+		}
+	}
+	if r.cfg.Hooks.TruncateWaits != nil {
+		r.cfg.Hooks.TruncateWaits(slot, waited)
+	}
 }
 
 // truncate empties a slot, unless it has rows that some relay has not published, or another session

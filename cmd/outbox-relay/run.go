@@ -57,7 +57,6 @@ such as a password, is an error at once.
 	cli.AddRange(flags, &r.config.Lease, "lease", bounds.Lease, "how long the lease of a dead replica blocks the others")
 	cli.AddRange(flags, &r.config.PollMin, "poll-min", bounds.PollMin, "pause between reads of the table while rows arrive")
 	cli.AddRange(flags, &r.config.PollMax, "poll-max", bounds.PollMax, "longest pause while no rows arrive")
-	cli.AddBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "read the outbox on NOTIFY (outbox.Notify); needs a connection without PgBouncer")
 	cli.AddRange(flags, &r.config.DrainMax, "drain-max", bounds.DrainMax, "how long a stop waits for records in flight")
 	cli.AddInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
 	cli.AddBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")

@@ -91,15 +91,14 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 						return err
 					}
 				}
-				changed, err := relay.Pause(ctx, pool, by, topics...)
-				if err != nil {
+				changed, err := relay.Pause(ctx, pool, by, wait, topics...)
+				var unconfirmed *relay.UnconfirmedError
+				if err != nil && !errors.As(err, &unconfirmed) {
 					return err
 				}
-				p := pausing{Paused: append([]string{}, changed...), Holds: wait > 0}
-				if wait > 0 {
-					if err := p.await(ctx, pool, by, topics, wait); err != nil {
-						return err
-					}
+				p := pausing{Paused: append([]string{}, changed...), Holds: wait > 0 && err == nil}
+				if unconfirmed != nil {
+					p.Unconfirmed, p.interrupted = unconfirmed.Owners, ctx.Err() != nil
 				}
 				return p.print(cmd.OutOrStdout(), len(topics), wait, c.asJSON)
 			})
@@ -121,23 +120,6 @@ type pausing struct {
 	Unconfirmed []string `json:"unconfirmed,omitempty"`
 
 	interrupted bool // before the wait was over
-}
-
-// await waits until the pauses hold. It returns an error if the result is unknown.
-func (p *pausing) await(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string, wait time.Duration) error {
-	limited, cancel := context.WithTimeout(ctx, wait)
-	defer cancel()
-	err := relay.AwaitPause(limited, pool, by, topics...)
-	var unconfirmed *relay.UnconfirmedError
-	switch {
-	case errors.Is(err, relay.ErrNoReplica):
-		p.Holds = false
-		return nil
-	case errors.As(err, &unconfirmed):
-		p.Holds, p.Unconfirmed, p.interrupted = false, unconfirmed.Owners, ctx.Err() != nil
-		return nil
-	}
-	return err
 }
 
 func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bool) error {

@@ -5,9 +5,6 @@ import "context"
 // ReapBy is Reap with another size of pages.
 func (o *Operation) ReapBy(ctx context.Context, page int64) (int64, error) { return o.reap(ctx, page) }
 
-// Merge is merge, for its fuzzing.
-var Merge = merge
-
 // Waiting is how many requests wait for a key of this operation, and how many keys and scopes are
 // asked for.
 func (o *Operation) Waiting() (requests, keys, scopes int) {

@@ -3,6 +3,7 @@ package idempotency
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -20,9 +21,9 @@ import (
 // Flow executes a request in atomic phases: each phase commits its writes together with its
 // recovery point, and no transaction is open during a foreign call. An interrupted flow continues
 // at the first phase that is not done, when the request is retried or the completer finds it, on
-// any replica. S is the state that phases pass on to later ones; it is stored as JSON. JSON members
-// that another release stored and that S does not have are kept, except in the objects of a list
-// that this release changed.
+// any replica. S is the state that phases pass on to later ones; it is stored as JSON. A phase that an
+// older release executes drops members that its S does not have: a new member needs a phase of a new
+// name that sets it, since a release leaves keys alone whose phases it does not know.
 //
 // The idea is Brandur Leach's, after Stripe: https://brandur.org/idempotency-keys.
 type Flow[S any] struct {
@@ -99,7 +100,7 @@ type Step[S any] struct {
 	// Key of the request.
 	Key Key
 	// State is what was stored with the last recovery point. Changes by Call and Write are stored
-	// with the next one; see Flow for members that S does not have.
+	// with the next one.
 	State S
 	// Request is what Do was given, or what was stored.
 	Request []byte
@@ -108,7 +109,6 @@ type Step[S any] struct {
 
 	phase    string
 	response *Response
-	stored   memory // State as stored at the last recovery point
 }
 
 // ChildID returns Key.ChildID of the phase.
@@ -355,7 +355,7 @@ func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 	}
 	data, err := h.o.open(h.key, "data", h.at.data, h.at.sealed)
 	if err == nil {
-		step.stored, err = remembered(data, &step.State)
+		err = json.Unmarshal(data, &step.State)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read what the phases of %v stored: %w", h.key, err)

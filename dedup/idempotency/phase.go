@@ -138,11 +138,11 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if step.response == nil && phase.Name == f.names[len(f.names)-1] {
 		return fmt.Errorf("phase %q: %w", phase.Name, errNoResponse)
 	}
-	next, err := step.stored.with(step.State)
+	state, err := json.Marshal(step.State)
 	if err != nil {
-		return fmt.Errorf("%v: %w", h.key, err)
+		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
-	last, err := f.last(h, step, phase, next.text)
+	last, err := f.last(h, step, phase, state)
 	if err != nil {
 		return err
 	}
@@ -158,7 +158,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts, h.doubtful, h.uncalled, step.stored = 1, false, true, next
+	h.at.attempts, h.doubtful, h.uncalled = 1, false, true
 	return nil
 }
 

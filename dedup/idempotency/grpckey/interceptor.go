@@ -1,177 +1,266 @@
 package grpckey
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net/http"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// Metadata is the name under which a client sends its key: once, with 1 to 255 visible ASCII
-// characters.
-const Metadata = "idempotency-key"
+// A client sends its key under Metadata, once, with 1 to 255 visible ASCII characters. A replay has
+// Replayed, with the value "true". Domain is in the ErrorInfo of this package's own answers.
+const (
+	Metadata = "idempotency-key"
+	Replayed = "idempotent-replayed"
+	Domain   = "effectonce"
+	unlisted = "grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server"
+)
 
-// Replayed is the metadata of a replay, with the value "true".
-const Replayed = "idempotent-replayed"
+// Scope returns the tenant, or the principal, that made a call: see httpkey.Scope. An error that
+// wraps ErrUnauthenticated is answered with Unauthenticated; any other, and an empty scope, with Internal.
+type Scope func(ctx context.Context) (string, error)
 
-type exchange struct {
-	tx  pgx.Tx
-	key idempotency.Key
+// ErrUnauthenticated is for Scope: the call has no principal.
+var ErrUnauthenticated = serving.ErrUnauthenticated
+
+// Config of an Interceptor. Operation.Operation and Methods are required.
+type Config struct {
+	// Operation configures the keys. Its Failed returns a response of status 200 to 299 with an encoded
+	// message, or of another status with an encoded google.rpc.Status; default: the failure's status.
+	Operation idempotency.Config
+	// Methods are executed once, each given by its full name: "/shop.Orders/Create". All others
+	// pass through. At least one; their messages must be linked into the program.
+	Methods []string
+	// Optional, HandlerTimeout (1 ms to 1 h) and RetryAfter (1 s to 1 h) are those of httpkey.Config.
+	// Default false, 30 s and 1 s.
+	HandlerTimeout, RetryAfter time.Duration
+	Optional                   bool
+	// Fingerprint returns the part of a request that distinguishes it from others of the method.
+	// Default: its deterministic encoding.
+	Fingerprint func(method string, request proto.Message) ([]byte, error)
 }
 
-type exchangeKey struct{}
+// Interceptor executes calls once for each key. It is safe for concurrent use.
+type Interceptor struct {
+	op      *idempotency.Operation
+	scope   Scope
+	cfg     Config
+	methods map[string]protoreflect.MessageType // of their responses
+}
 
-// Tx returns the transaction of the call, for the handler's writes and its outbox messages: they
-// are committed together with the response, or not at all. It must not be used after the handler
-// has returned, nor in two goroutines. Tx panics if the method is not one of Config.Methods:
-// without the transaction, the handler's writes would not be protected by the key.
-func Tx(ctx context.Context) pgx.Tx { return of(ctx).tx }
-
-// Key returns the key of the call. Key(ctx).ChildID("invoice") is an ID for an outbox message, or a
-// key for another system, that is the same at each attempt. It panics if Tx does.
-func Key(ctx context.Context) idempotency.Key { return of(ctx).key }
-
-func of(ctx context.Context) *exchange {
-	if e, ok := ctx.Value(exchangeKey{}).(*exchange); ok {
-		return e
+// New returns an interceptor, or all problems of its configuration at once. It opens no connection.
+// The caller owns the pool, which must connect to the primary.
+func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
+	problems := bounds.Durations(
+		bounds.Duration{Field: "HandlerTimeout", Value: &cfg.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: &cfg.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
+	)
+	if scope == nil {
+		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a call"))
 	}
-	panic("grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server")
+	if len(cfg.Methods) == 0 {
+		problems = append(problems, bounds.Problem("Methods", cfg.Methods, `at least one, such as "/shop.Orders/Create"`))
+	}
+	methods := map[string]protoreflect.MessageType{}
+	for _, method := range cfg.Methods {
+		if methods[method] = responseOf(method); methods[method] == nil {
+			problems = append(problems, bounds.Problem("Methods", fmt.Sprintf("%q", method), "the full name of a unary method that is linked into the program"))
+		}
+	}
+	op, err := serving.New(pool, cfg.Operation, failed, cfg.HandlerTimeout)
+	if err := errors.Join(append(problems, err)...); err != nil {
+		return nil, err
+	}
+	return &Interceptor{op: op, scope: scope, cfg: cfg, methods: methods}, nil
 }
+
+// Operation returns the operation that stores the keys: for its Run, and for flows.
+func (i *Interceptor) Operation() *idempotency.Operation { return i.op }
+
+// responseOf returns the type of a unary method's response, or nil.
+func responseOf(method string) protoreflect.MessageType {
+	name, rooted := strings.CutPrefix(method, "/")
+	found, _ := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(strings.Replace(name, "/", ".", 1)))
+	descriptor, ok := found.(protoreflect.MethodDescriptor)
+	if !ok || !rooted || descriptor.IsStreamingClient() || descriptor.IsStreamingServer() {
+		return nil
+	}
+	response, _ := protoregistry.GlobalTypes.FindMessageByName(descriptor.Output().FullName())
+	return response
+}
+
+// Tx returns the transaction of the call: see httpkey.Tx. It panics if the method is not one of
+// Config.Methods: without the transaction, the handler's writes would not be protected by the key.
+func Tx(ctx context.Context) pgx.Tx { return serving.Of(ctx, unlisted).Tx }
+
+// Key returns the key of the call: see httpkey.Key. It panics if Tx does.
+func Key(ctx context.Context) idempotency.Key { return serving.Of(ctx, unlisted).Key }
 
 // Unary is a grpc.UnaryServerInterceptor: it executes the handler once for each key, in one
-// transaction with the key and the response. The handler may run more than once (after a
-// serialization failure or a deadlock that it returned, or after an attempt that stored nothing);
-// only one of the runs has effects. A panic rolls back and is passed on. Put it behind
-// authentication.
+// transaction with the key and the response. The handler may run more than once; only one run has
+// effects. A panic rolls back and is passed on. Put it behind authentication.
 func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	result, ok := i.methods[info.FullMethod]
 	if !ok {
 		return handler(ctx, request)
 	}
-	key, err := i.key(ctx, info.FullMethod, request)
-	if err != nil {
-		return nil, err
+	message := request.(proto.Message) //nolint:forcetypeassert // New has looked at the method
+	key, problem := i.key(ctx, info.FullMethod, message)
+	if problem != "" {
+		return nil, refusal(problem, 0)
 	}
-	detached, begun, end := serving.Detach(ctx, i.cfg.HandlerTimeout)
-	defer end()
-	var answered any // by the handler's last run
-	var failure error
-	response, err := i.op.Once(detached, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		answered, failure = nil, nil
-		if !begun() {
-			return idempotency.Response{}, context.Canceled
-		}
-		run := proto.Clone(request.(proto.Message)) //nolint:forcetypeassert // key has looked; a run must not see what an earlier one has changed
-		answered, failure = handler(context.WithValue(ctx, exchangeKey{}, &exchange{tx, key}), run)
-		if failure != nil {
-			return i.failed(tx, failure)
+	var answered any              // by the handler's last run
+	var made idempotency.Response // what of it is to be stored
+	response, started, err := serving.Once(ctx, i.op, key, i.cfg.HandlerTimeout, func(ctx context.Context, tx pgx.Tx) (_ idempotency.Response, err error) {
+		made = idempotency.Response{} // an earlier run was rolled back
+		run := proto.Clone(message)   // an earlier run may have changed its own
+		if answered, err = handler(serving.With(ctx, &serving.Exchange{Tx: tx, Key: key}), run); err != nil {
+			if answer := statusOf(err); refused[answer.Code()] != 0 {
+				return made, idempotency.Final(stored(answer), err)
+			}
+			return made, &serving.GivenUpError{Err: err, Cut: tx.Conn().IsClosed()}
 		}
 		message, ok := answered.(proto.Message)
 		if !ok {
-			return idempotency.Response{}, fmt.Errorf("the handler of %s answered with a %T: want a protocol buffer", info.FullMethod, answered)
+			return made, fmt.Errorf("the handler of %s answered with a %T: want a protocol buffer", info.FullMethod, answered)
 		}
 		body, err := proto.Marshal(message)
-		return idempotency.Response{Status: http.StatusOK, Body: body}, err
+		made = idempotency.Response{Status: http.StatusOK, Body: body}
+		return made, err
 	})
 	switch {
 	case err != nil:
-		return nil, i.fail(ctx, key, err, failure != nil || ctx.Err() == nil)
-	case !response.Replayed && failure == nil:
-		return answered, nil
+		return nil, i.fail(ctx, key, err, started || ctx.Err() == nil)
 	case response.Replayed:
 		_ = grpc.SetHeader(ctx, metadata.Pairs(Replayed, "true")) // a client that is gone gets none
+	case made.Status != 0 && serving.Same(response, made): // otherwise a failure is stored, and the run was rolled back
+		return answered, nil
 	}
-	return i.replay(ctx, key, response, result)
-}
-
-// key reads the key of a call before any SQL, or returns the status with the reason why it cannot.
-func (i *Interceptor) key(ctx context.Context, method string, request any) (idempotency.Key, error) {
-	scope, err := i.scope(ctx)
-	switch {
-	case errors.Is(err, ErrUnauthenticated):
-		return idempotency.Key{}, refusal(ReasonUnauthenticated, 0)
-	case err == nil:
-		err = i.op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
+	if response.BodyDropped {
+		return nil, refusal(serving.ResponseDropped, 0)
 	}
-	if err != nil {
-		i.log.ErrorContext(ctx, "the scope of a call is unknown: it is refused", "error", err)
-		return idempotency.Key{}, refusal(ReasonInternal, 0)
-	}
-	var value string
-	switch values := metadata.ValueFromIncomingContext(ctx, Metadata); {
-	case len(values) == 0 && i.cfg.Optional:
-		value = idempotency.NewKey()
-	case len(values) == 0:
-		return idempotency.Key{}, refusal(ReasonKeyMissing, 0)
-	default:
-		value = values[0]
-		invisible := func(r rune) bool { return r <= ' ' || r > '~' }
-		if len(values) > 1 || value == "" || len(value) > 255 || strings.ContainsFunc(value, invisible) {
-			return idempotency.Key{}, refusal(ReasonKeyMalformed, 0)
+	if response.Status >= http.StatusMultipleChoices {
+		failure := status.New(codes.OK, "").Proto()
+		if err := proto.Unmarshal(response.Body, failure); err != nil || failure.GetCode() == 0 { // a person stored it: outbox-relay keys finish
+			return nil, status.Errorf(codes.FailedPrecondition, "the call was finished with status %d", response.Status)
 		}
+		return nil, status.FromProto(failure).Err()
 	}
-	message, ok := request.(proto.Message)
-	if !ok {
-		i.log.ErrorContext(ctx, "a request is not a protocol buffer message: it is refused", "method", method, "type", fmt.Sprintf("%T", request))
-		return idempotency.Key{}, refusal(ReasonInternal, 0)
+	replay := result.New().Interface()
+	if err := proto.Unmarshal(response.Body, replay); err != nil {
+		i.op.Config().Logger.ErrorContext(ctx, "the stored response of a call is not of its method's type", "key", key, "error", err)
+		return nil, status.Error(codes.Internal, "the call was executed, and its stored response cannot be read")
 	}
-	content, err := i.cfg.Fingerprint(method, message)
-	if err != nil {
-		return idempotency.Key{}, refusal(ReasonUnreadable, 0)
-	}
-	return i.op.Key(scope, value, idempotency.NewFingerprint([]byte(method), content)).Watch(), nil
+	return replay, nil
 }
 
-// failed returns the outcome of a handler that failed, if that is an outcome.
-func (i *Interceptor) failed(tx pgx.Tx, failure error) (idempotency.Response, error) {
-	answer, ok := statusOf(failure)
-	if !ok || !i.cfg.Refuse(answer.Code()) {
-		return idempotency.Response{}, &serving.GivenUpError{Err: failure, Cut: tx.Conn().IsClosed()}
+// key reads the key of a call before any SQL, or returns why it cannot.
+func (i *Interceptor) key(ctx context.Context, method string, request proto.Message) (idempotency.Key, serving.Problem) {
+	scope, err := i.scope(ctx)
+	problem := serving.CheckScope(ctx, i.op, scope, err)
+	values := metadata.ValueFromIncomingContext(ctx, Metadata)
+	if len(values) == 0 && i.cfg.Optional {
+		values = []string{idempotency.NewKey()}
 	}
-	response, err := stored(answer)
+	switch {
+	case problem != "":
+		return idempotency.Key{}, problem
+	case len(values) == 0:
+		return idempotency.Key{}, serving.KeyMissing
+	case len(values) > 1 || !serving.ValidKey(values[0]):
+		return idempotency.Key{}, serving.KeyMalformed
+	}
+	content, err := proto.MarshalOptions{Deterministic: true}.Marshal(request)
+	if i.cfg.Fingerprint != nil {
+		content, err = i.cfg.Fingerprint(method, request)
+	}
 	if err != nil {
-		return idempotency.Response{}, fmt.Errorf("encode a status: %w", err)
+		return idempotency.Key{}, serving.Unreadable
 	}
-	return idempotency.Response{}, idempotency.Final(response, failure)
+	return i.op.Key(scope, values[0], idempotency.NewFingerprint([]byte(method), content)).Watch(), ""
 }
 
 // fail returns the status for a call without an outcome: the handler's own, if it failed with one.
-// told: the error is worth logging.
 func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error, told bool) error {
-	if answer, ok := statusOf(err); ok && !errors.Is(err, idempotency.ErrIndeterminate) {
+	if answer := statusOf(err); answer != nil && !errors.Is(err, idempotency.ErrIndeterminate) {
 		return answer.Err()
 	}
-	reason, retryAfter := i.problem(err)
-	if code, _ := describe(reason); told && (code == codes.Internal || code == codes.Unavailable) {
-		i.log.ErrorContext(ctx, "a call has no outcome", "key", key, "reason", reason, "error", err)
+	problem, retryAfter := serving.ProblemOf(err, i.cfg.RetryAfter)
+	if told && problem.Describe().Status >= http.StatusInternalServerError {
+		i.op.Config().Logger.ErrorContext(ctx, "a call has no outcome", "key", key, "problem", problem, "error", err)
 	}
-	return refusal(reason, retryAfter)
+	return refusal(problem, retryAfter)
 }
 
-// replay returns what is stored of a call.
-func (i *Interceptor) replay(ctx context.Context, key idempotency.Key, response idempotency.Response, result protoreflect.MessageType) (any, error) {
-	switch {
-	case response.BodyDropped:
-		return nil, refusal(ReasonNotKept, 0)
-	case response.Status >= http.StatusMultipleChoices:
-		return nil, unstored(response)
+//nolint:gochecknoglobals // tables
+var (
+	codeOf = map[int]codes.Code{ // of a problem, by its status of HTTP
+		400: codes.InvalidArgument, 401: codes.Unauthenticated, 409: codes.FailedPrecondition, 410: codes.FailedPrecondition,
+		422: codes.InvalidArgument, 429: codes.ResourceExhausted, 500: codes.Internal, 503: codes.Unavailable,
 	}
-	message := result.New().Interface()
-	if err := proto.Unmarshal(response.Body, message); err != nil {
-		i.log.ErrorContext(ctx, "the stored response of a call is not of its method's type", "key", key, "error", err)
-		return nil, status.Error(codes.Internal, "the call was executed, and its stored response cannot be read")
+	refused = map[codes.Code]int{ // failures that a retry would get again, with a status of HTTP for people to read
+		codes.InvalidArgument: 400, codes.FailedPrecondition: 400, codes.OutOfRange: 400, codes.NotFound: 404, codes.AlreadyExists: 409, codes.Unimplemented: 501,
 	}
-	return message, nil
+)
+
+// refusal returns the status for a problem. A retryAfter of zero adds no RetryInfo.
+func refusal(problem serving.Problem, retryAfter time.Duration) error {
+	text := problem.Describe()
+	code := codeOf[text.Status]
+	if problem == serving.KeyInProgress {
+		code = codes.Aborted
+	}
+	answer, err := status.New(code, text.Detail).WithDetails(&errdetails.ErrorInfo{Reason: strings.ToUpper(strings.ReplaceAll(string(problem), "-", "_")), Domain: Domain})
+	if err == nil && retryAfter > 0 {
+		answer, err = answer.WithDetails(&errdetails.RetryInfo{RetryDelay: durationpb.New(retryAfter)})
+	}
+	if err != nil {
+		panic(err) // messages of this module
+	}
+	return answer.Err()
+}
+
+// stored returns a status in its stored form, without a body if it cannot be encoded.
+func stored(answer *status.Status) idempotency.Response {
+	text := answer.Proto() // a copy
+	text.Message = strings.ToValidUTF8(text.GetMessage(), "\ufffd")
+	body, _ := proto.Marshal(text)
+	return idempotency.Response{Status: cmp.Or(refused[answer.Code()], http.StatusInternalServerError), Body: body}
+}
+
+// failed makes the response for ErrExpired, and the one that Strict and AttemptsMax store for a failure.
+func failed(err error) idempotency.Response {
+	answer := statusOf(err)
+	if errors.Is(err, idempotency.ErrExpired) {
+		answer = status.Convert(refusal(serving.KeyExpired, 0))
+	}
+	return stored(cmp.Or(answer, status.Convert(refusal(serving.Internal, 0))))
+}
+
+// statusOf returns the status that a handler failed with, without the text of wrapping errors, or nil.
+func statusOf(err error) *status.Status {
+	var of interface{ GRPCStatus() *status.Status }
+	if errors.As(err, &of) && of.GRPCStatus().Code() != codes.OK {
+		return of.GRPCStatus()
+	}
+	return nil
 }

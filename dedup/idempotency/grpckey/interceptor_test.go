@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -123,7 +124,7 @@ func (c client) ask(ctx context.Context, key, body string, pairs ...string) (a a
 }
 
 // requireRefused checks a status of the package itself.
-func requireRefused(t *testing.T, err error, code codes.Code, reason grpckey.Reason) (retryAfter time.Duration) {
+func requireRefused(t *testing.T, err error, code codes.Code, reason string) (retryAfter time.Duration) {
 	t.Helper()
 	answer := status.Convert(err)
 	require.Equal(t, code, answer.Code(), err)
@@ -138,7 +139,7 @@ func requireRefused(t *testing.T, err error, code codes.Code, reason grpckey.Rea
 			retryAfter = of.GetRetryDelay().AsDuration()
 		}
 	}
-	require.Equal(t, string(reason), found)
+	require.Equal(t, reason, found)
 	return retryAfter
 }
 
@@ -168,7 +169,7 @@ func TestCallIsExecutedOnce(t *testing.T) {
 	require.Equal(t, 1, first)
 	require.Equal(t, 1, effects(t, pool))
 	require.True(t, c.ask(t.Context(), "k", "a").replayed)
-	requireRefused(t, c.ask(t.Context(), "k", "b").err, codes.InvalidArgument, grpckey.ReasonKeyReused)
+	requireRefused(t, c.ask(t.Context(), "k", "b").err, codes.InvalidArgument, "IDEMPOTENCY_KEY_REUSED")
 	other := c.ask(t.Context(), "k", "b", "tenant", "other")
 	require.NoError(t, other.err)
 	require.False(t, other.replayed)
@@ -189,6 +190,7 @@ func TestCodeDecidesWhatIsKept(t *testing.T) {
 		}
 		return &testpb.SimpleResponse{}, *fails.Load()
 	})
+	kept := []codes.Code{codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition, codes.OutOfRange, codes.Unimplemented}
 	for code := codes.Canceled; code <= codes.Unauthenticated; code++ {
 		detailed, err := status.New(code, "of the handler").WithDetails(&errdetails.ErrorInfo{Reason: "LIMIT"})
 		require.NoError(t, err)
@@ -201,10 +203,10 @@ func TestCodeDecidesWhatIsKept(t *testing.T) {
 			require.Equal(t, code, got.Code())
 			require.Equal(t, "of the handler", got.Message())
 			require.Len(t, got.Details(), 1)
-			require.Equal(t, try == 1 && grpckey.Refused(code), a.replayed, code)
+			require.Equal(t, try == 1 && slices.Contains(kept, code), a.replayed, code)
 		}
 		want := int64(2)
-		if grpckey.Refused(code) {
+		if slices.Contains(kept, code) {
 			want = 1
 		}
 		require.Equal(t, want, ran.Load(), code)
@@ -230,8 +232,8 @@ func TestErrorsOfTheDatabase(t *testing.T) {
 	})
 	require.NoError(t, c.ask(t.Context(), "k", "conflict").err)
 	require.EqualValues(t, 2, ran.Load())
-	require.Equal(t, 3*time.Second, requireRefused(t, c.ask(t.Context(), "l", "away").err, codes.Unavailable, grpckey.ReasonUnavailable))
-	requireRefused(t, c.ask(t.Context(), "m", "other").err, codes.Internal, grpckey.ReasonInternal)
+	require.Equal(t, 3*time.Second, requireRefused(t, c.ask(t.Context(), "l", "away").err, codes.Unavailable, "UNAVAILABLE"))
+	requireRefused(t, c.ask(t.Context(), "m", "other").err, codes.Internal, "INTERNAL")
 	require.Equal(t, 1, effects(t, pool))
 	require.Equal(t, 1, keys(t, pool))
 }
@@ -250,17 +252,17 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 		key, body string
 		pairs     []string
 		code      codes.Code
-		reason    grpckey.Reason
+		reason    string
 	}{
-		"no key":       {"", "a", nil, codes.InvalidArgument, grpckey.ReasonKeyMissing},
-		"blank":        {"a b", "a", nil, codes.InvalidArgument, grpckey.ReasonKeyMalformed},
-		"long":         {strings.Repeat("k", 256), "a", nil, codes.InvalidArgument, grpckey.ReasonKeyMalformed},
-		"two":          {"a", "a", []string{grpckey.Metadata, "b"}, codes.InvalidArgument, grpckey.ReasonKeyMalformed},
-		"odd":          {"a", "odd", nil, codes.InvalidArgument, grpckey.ReasonUnreadable},
-		"stranger":     {"", "a", []string{"tenant", "stranger"}, codes.Unauthenticated, grpckey.ReasonUnauthenticated},
-		"broken scope": {"a", "a", []string{"tenant", "broken"}, codes.Internal, grpckey.ReasonInternal},
-		"no tenant":    {"a", "a", []string{"tenant", ""}, codes.Internal, grpckey.ReasonInternal},
-		"well":         {"a", "a", nil, codes.Unavailable, grpckey.ReasonUnavailable}, // only this one asks the database
+		"no key":       {"", "a", nil, codes.InvalidArgument, "IDEMPOTENCY_KEY_MISSING"},
+		"blank":        {"a b", "a", nil, codes.InvalidArgument, "IDEMPOTENCY_KEY_MALFORMED"},
+		"long":         {strings.Repeat("k", 256), "a", nil, codes.InvalidArgument, "IDEMPOTENCY_KEY_MALFORMED"},
+		"two":          {"a", "a", []string{grpckey.Metadata, "b"}, codes.InvalidArgument, "IDEMPOTENCY_KEY_MALFORMED"},
+		"odd":          {"a", "odd", nil, codes.InvalidArgument, "REQUEST_UNREADABLE"},
+		"stranger":     {"", "a", []string{"tenant", "stranger"}, codes.Unauthenticated, "UNAUTHENTICATED"},
+		"broken scope": {"a", "a", []string{"tenant", "broken"}, codes.Internal, "INTERNAL"},
+		"no tenant":    {"a", "a", []string{"tenant", ""}, codes.Internal, "INTERNAL"},
+		"well":         {"a", "a", nil, codes.Unavailable, "UNAVAILABLE"}, // only this one asks the database
 	} {
 		a := c.ask(t.Context(), of.key, of.body, of.pairs...)
 		t.Log(name)
@@ -281,20 +283,20 @@ func TestReasons(t *testing.T) {
 	for _, c := range []struct {
 		err    error
 		code   codes.Code
-		reason grpckey.Reason
+		reason string
 		after  time.Duration
 	}{
-		{&idempotency.CrowdedError{RetryAfter: time.Minute}, codes.ResourceExhausted, grpckey.ReasonTooManyWaiting, time.Minute},
-		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, grpckey.ReasonKeyInProgress, time.Second},
-		{idempotency.ErrMismatch, codes.InvalidArgument, grpckey.ReasonKeyReused, 0},
-		{idempotency.ErrIndeterminate, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
-		{idempotency.ErrAbandoned, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
-		{idempotency.ErrUnanswered, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
-		{idempotency.ErrUnreadable, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
-		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, grpckey.ReasonUnavailable, 3 * time.Second},
-		{errors.New("canary"), codes.Internal, grpckey.ReasonInternal, 0},
+		{&idempotency.CrowdedError{RetryAfter: time.Minute}, codes.ResourceExhausted, "IDEMPOTENCY_TOO_MANY_WAITING", time.Minute},
+		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, "IDEMPOTENCY_KEY_IN_PROGRESS", time.Second},
+		{idempotency.ErrMismatch, codes.InvalidArgument, "IDEMPOTENCY_KEY_REUSED", 0},
+		{idempotency.ErrIndeterminate, codes.FailedPrecondition, "IDEMPOTENCY_KEY_UNDECIDED", 0},
+		{idempotency.ErrAbandoned, codes.FailedPrecondition, "IDEMPOTENCY_KEY_ABANDONED", 0},
+		{idempotency.ErrUnanswered, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", 3 * time.Second},
+		{idempotency.ErrUnreadable, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", 3 * time.Second},
+		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, "UNAVAILABLE", 3 * time.Second},
+		{errors.New("canary"), codes.Internal, "INTERNAL", 0},
 	} {
-		require.Equal(t, c.after, requireRefused(t, once.Answer(fmt.Errorf("once: %w", c.err)), c.code, c.reason))
+		require.Equal(t, c.after, requireRefused(t, once.Answer(t.Context(), fmt.Errorf("once: %w", c.err)), c.code, c.reason))
 	}
 }
 
@@ -312,7 +314,7 @@ func TestAfterTheWindow(t *testing.T) {
 	require.NoError(t, err)
 	for _, replayed := range []bool{false, true} {
 		a := c.ask(t.Context(), "k", "a")
-		requireRefused(t, a.err, codes.FailedPrecondition, grpckey.ReasonKeyExpired)
+		requireRefused(t, a.err, codes.FailedPrecondition, "IDEMPOTENCY_KEY_EXPIRED")
 		require.Equal(t, replayed, a.replayed)
 	}
 	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM orders`))
@@ -353,9 +355,9 @@ func TestOtherOutcomes(t *testing.T) {
 		return &testpb.SimpleResponse{Username: strings.Repeat("a", 201)}, insert(ctx, request)
 	})
 	require.NoError(t, c.ask(t.Context(), "k", "large").err)
-	requireRefused(t, c.ask(t.Context(), "k", "large").err, codes.FailedPrecondition, grpckey.ReasonNotKept)
+	requireRefused(t, c.ask(t.Context(), "k", "large").err, codes.FailedPrecondition, "IDEMPOTENCY_RESPONSE_NOT_KEPT")
 	for range 2 {
-		requireRefused(t, c.ask(t.Context(), "strict", "fails").err, codes.Internal, grpckey.ReasonInternal)
+		requireRefused(t, c.ask(t.Context(), "strict", "fails").err, codes.Internal, "INTERNAL")
 		require.ErrorContains(t, c.ask(t.Context(), "odd", "refuses").err, "no account \ufffd!")
 	}
 	require.Equal(t, 1, effects(t, pool))
@@ -372,6 +374,35 @@ func TestOtherOutcomes(t *testing.T) {
 		require.Equal(t, person.code, status.Code(err))
 		require.Contains(t, status.Convert(err).Message(), person.says)
 	}
+}
+
+// Property: an answer whose work was rolled back, and stored as a failure, does not reach the client:
+// what the handler swallowed fails the first call as it does the second.
+func TestAnswerThatWasRolledBackIsNotReturned(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	_, err := pool.Exec(t.Context(), `ALTER TABLE effects ADD CONSTRAINT once UNIQUE (name) DEFERRABLE INITIALLY DEFERRED`)
+	require.NoError(t, err)
+	misuses := map[string]func(ctx context.Context){
+		"a failed statement": func(ctx context.Context) { _, _ = grpckey.Tx(ctx).Exec(ctx, `SELECT 1/0`) },
+		"open rows":          func(ctx context.Context) { _, _ = grpckey.Tx(ctx).Query(ctx, `SELECT generate_series(1, 10)`) }, //nolint:sqlclosecheck // on purpose
+		"a late constraint": func(ctx context.Context) {
+			_, _ = grpckey.Tx(ctx).Exec(ctx, `INSERT INTO effects (name) VALUES ('a late constraint')`)
+		},
+	}
+	c := serve(t, pool, grpckey.Config{Operation: idempotency.Config{Strict: true}}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		err := insert(ctx, request)
+		misuses[string(request.GetPayload().GetBody())](ctx)
+		return &testpb.SimpleResponse{Username: "done"}, err
+	})
+	for name := range misuses {
+		for _, replayed := range []bool{false, true} {
+			a := c.ask(t.Context(), strings.ReplaceAll(name, " ", "-"), name)
+			requireRefused(t, a.err, codes.Internal, "INTERNAL")
+			require.Equal(t, replayed, a.replayed, name)
+		}
+	}
+	require.Zero(t, effects(t, pool))
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

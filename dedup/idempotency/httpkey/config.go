@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
@@ -25,7 +26,7 @@ import (
 type Scope func(r *http.Request) (string, error)
 
 // ErrUnauthenticated is for Scope: the request has no principal.
-var ErrUnauthenticated = errors.New("the request is not authenticated")
+var ErrUnauthenticated = serving.ErrUnauthenticated
 
 // Config of a Middleware. The zero value works, except that Operation.Operation is required.
 type Config struct {
@@ -105,20 +106,15 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
-	m.cfg.Operation.Failed = func(err error) idempotency.Response {
-		if cfg.Operation.Failed == nil || errors.Is(err, idempotency.ErrExpired) {
-			return failed(err)
+	if cfg.Operation.Failed != nil {
+		m.cfg.Operation.Failed = func(err error) idempotency.Response {
+			response := cfg.Operation.Failed(err)
+			response.Header = m.kept(response.Header)
+			return response
 		}
-		response := cfg.Operation.Failed(err)
-		response.Header = m.kept(response.Header)
-		return response
 	}
-	op, err := idempotency.New(pool, m.cfg.Operation)
-	if err != nil {
-		problems = append(problems, err)
-	} else if wait := op.Config().WaitMax; wait >= m.cfg.HandlerTimeout {
-		problems = append(problems, bounds.Problem("HandlerTimeout", m.cfg.HandlerTimeout, fmt.Sprintf("more than Operation.WaitMax, %v", wait)))
-	}
+	op, err := serving.New(pool, m.cfg.Operation, failed, m.cfg.HandlerTimeout)
+	problems = append(problems, err)
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
@@ -145,7 +141,7 @@ func (m *Middleware) For(operation string) *Middleware {
 	}
 	other := *m
 	other.cfg.Operation.Operation = operation
-	op, err := idempotency.New(m.pool, other.cfg.Operation)
+	op, err := serving.New(m.pool, other.cfg.Operation, failed, other.cfg.HandlerTimeout)
 	if err != nil {
 		panic(fmt.Sprintf("httpkey: Middleware.For(%q): %v", operation, err))
 	}

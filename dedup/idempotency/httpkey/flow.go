@@ -7,6 +7,7 @@ import (
 	"net/http"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
@@ -65,7 +66,7 @@ func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []e
 // readFlow returns the key of a request and the input of the phases, or answers with the reason why
 // it cannot.
 func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request func(r *http.Request) ([]byte, error)) (idempotency.Key, []byte, bool) {
-	if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
+	if e := serving.From(r.Context()); e != nil && e.Key.Operation == m.cfg.Operation.Operation {
 		m.log.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
 		m.refuse(w, r, ProblemInternal, 0)
 		return idempotency.Key{}, nil, false

@@ -1,59 +1,41 @@
 package httpkey
 
 import (
-	"context"
 	"net/http"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
-
-// exchange is what a handler can access. It is passed in the request's context, because an
-// http.Handler has no other argument for it.
-type exchange struct {
-	tx  pgx.Tx
-	key idempotency.Key
-	err error
-}
-
-type exchangeKey struct{}
 
 // Tx returns the transaction of the request, for the handler's writes and its outbox messages: they
 // are committed together with the response, or not at all. It must not be used after the handler
 // has returned, nor in two goroutines. Tx panics if the request did not pass through a Middleware,
 // or its method passes through: without the transaction, the handler's writes would not be
 // protected by the key.
-func Tx(r *http.Request) pgx.Tx { return of(r).tx }
+func Tx(r *http.Request) pgx.Tx { return of(r).Tx }
 
 // TxOf is Tx for a handler that also serves requests that pass through, such as a PUT without a
 // key: it reports whether there is a transaction. If there is, Key and Fail work, too.
 func TxOf(r *http.Request) (pgx.Tx, bool) {
-	e := from(r.Context())
+	e := serving.From(r.Context())
 	if e == nil {
 		return nil, false
 	}
-	return e.tx, true
+	return e.Tx, true
 }
 
 // Key returns the key of the request. Key(r).ChildID("invoice") is an ID for an outbox message, or
 // a key for another system, that is the same at each attempt. It panics if Tx does.
-func Key(r *http.Request) idempotency.Key { return of(r).key }
+func Key(r *http.Request) idempotency.Key { return of(r).Key }
 
 // Fail abandons the request with an error, whatever is written to the ResponseWriter: everything is
 // rolled back and nothing is stored. A serialization failure or a deadlock runs the handler again;
 // an idempotency.Final makes its response the outcome; the client gets 503 if the database is
 // unavailable or busy, and 500 for any other error. Return after it. It panics if Tx does.
-func Fail(r *http.Request, err error) { of(r).err = err }
+func Fail(r *http.Request, err error) { of(r).Err = err }
 
-func of(r *http.Request) *exchange {
-	if e := from(r.Context()); e != nil {
-		return e
-	}
-	panic("httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey")
-}
-
-func from(ctx context.Context) *exchange {
-	e, _ := ctx.Value(exchangeKey{}).(*exchange)
-	return e
+func of(r *http.Request) *serving.Exchange {
+	return serving.Of(r.Context(), "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey")
 }

@@ -4,12 +4,13 @@ import (
 	"errors"
 	"net/http"
 	"strings"
+
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 const (
 	keyHeader      = "Idempotency-Key"
 	replayedHeader = "Idempotent-Replayed"
-	keyBytesMax    = 255
 )
 
 // Errors of ParseKey.
@@ -37,8 +38,7 @@ func ParseKey(header http.Header) (string, error) {
 			return "", ErrMalformedKey
 		}
 	}
-	invisible := func(r rune) bool { return r <= ' ' || r > '~' }
-	if len(values) > 1 || value == "" || len(value) > keyBytesMax || strings.ContainsFunc(value, invisible) {
+	if len(values) > 1 || !serving.ValidKey(value) {
 		return "", ErrMalformedKey
 	}
 	return value, nil

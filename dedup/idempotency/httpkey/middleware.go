@@ -2,11 +2,9 @@ package httpkey
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"errors"
 	"io"
-	"maps"
 	"net/http"
 	"slices"
 	"time"
@@ -29,7 +27,7 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
 		// Inside of another middleware, which holds the key already, this one would wait for it.
-		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
+		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || serving.From(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
 		}
@@ -71,18 +69,11 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 // principal returns the scope of a request, or answers with the reason why there is none.
 func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
 	scope, err := m.scope(r)
-	switch {
-	case errors.Is(err, ErrUnauthenticated):
-		m.refuse(w, r, ProblemUnauthenticated, 0)
-		return "", false
-	case err == nil:
-		err = m.op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
+	problem := serving.CheckScope(r.Context(), m.op, scope, err)
+	if problem != "" {
+		m.refuse(w, r, urn+Problem(problem), 0)
 	}
-	if err != nil {
-		m.log.ErrorContext(r.Context(), "the scope of a request is unknown: it is refused", "error", err)
-		m.refuse(w, r, ProblemInternal, 0)
-	}
-	return scope, err == nil
+	return scope, problem == ""
 }
 
 // read reads the body within its bounds, or answers with the reason why it cannot.
@@ -119,23 +110,17 @@ func consumed(r *http.Request, left int) bool {
 
 // serve executes the request and answers it.
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
-	ctx, begun, cancel := serving.Detach(r.Context(), m.cfg.HandlerTimeout)
-	defer cancel()
-	outer, started := w.Header().Clone(), false
+	outer := w.Header().Clone()
 	var answered, kept idempotency.Response // answered by the handler's last run, and what of it may be stored
-	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	stored, started, err := serving.Once(r.Context(), m.op, key, m.cfg.HandlerTimeout, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
-		if !begun() {
-			return idempotency.Response{}, context.Canceled
-		}
-		started = true
-		e := &exchange{tx: tx, key: key}
+		e := &serving.Exchange{Tx: tx, Key: key}
 		recorded := newRecorder(outer, m.cfg.BufferBytesMax)
-		run := again(context.WithValue(ctx, exchangeKey{}, e), r, body)
+		run := again(serving.With(ctx, e), r, body)
 		defer removeFiles(run, r)
 		next.ServeHTTP(recorded, run)
 		response, err := recorded.response()
-		if err := errors.Join(e.err, err); err != nil {
+		if err := errors.Join(e.Err, err); err != nil {
 			return idempotency.Response{}, &serving.GivenUpError{Err: m.final(err), Cut: tx.Conn().IsClosed()}
 		}
 		answered = response
@@ -158,16 +143,11 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.fail(w, r, key, err, started || r.Context().Err() == nil)
 	case stored.Replayed:
 		m.replay(w, r, stored)
-	case answered.Status != 0 && same(stored, kept):
+	case answered.Status != 0 && serving.Same(stored, kept):
 		m.first(w, r, answered)
 	default: // an outcome made by Fail, Config.Operation.Failed or misuse of the transaction
 		m.write(w, r, stored)
 	}
-}
-
-// same reports whether a replay will return, byte for byte, what the handler answered.
-func same(a, b idempotency.Response) bool {
-	return a.Status == b.Status && bytes.Equal(a.Body, b.Body) && maps.EqualFunc(a.Header, b.Header, slices.Equal)
 }
 
 // final drops headers that must not be stored.
@@ -215,25 +195,6 @@ func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotenc
 }
 
 func (m *Middleware) problem(err error) (Problem, time.Duration) {
-	var busy *idempotency.InProgressError
-	var crowded *idempotency.CrowdedError
-	switch {
-	case errors.As(err, &crowded):
-		return ProblemTooManyWaiting, cmp.Or(crowded.RetryAfter, m.cfg.RetryAfter)
-	case errors.As(err, &busy):
-		return ProblemKeyInProgress, busy.RetryAfter
-	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):
-		return ProblemKeyInProgress, m.cfg.RetryAfter
-	case errors.Is(err, idempotency.ErrMismatch):
-		return ProblemKeyReused, 0
-	case errors.Is(err, idempotency.ErrIndeterminate):
-		return ProblemKeyUndecided, 0
-	case errors.Is(err, idempotency.ErrAbandoned):
-		return ProblemKeyAbandoned, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // another replica may be able to read it
-		return ProblemUnanswered, m.cfg.RetryAfter
-	case serving.Passing(err):
-		return ProblemUnavailable, m.cfg.RetryAfter
-	}
-	return ProblemInternal, 0
+	problem, retryAfter := serving.ProblemOf(err, m.cfg.RetryAfter)
+	return urn + Problem(problem), retryAfter
 }

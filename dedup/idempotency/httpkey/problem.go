@@ -5,14 +5,18 @@ import (
 	"math"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // Problem is the type of an answer that this package gives instead of the handler, the member
 // "type" of application/problem+json (RFC 9457): see Answer. The values do not change.
 type Problem string
+
+const urn = "urn:effectonce:problem:"
 
 // The problems.
 const (
@@ -48,43 +52,8 @@ type Answer struct {
 }
 
 func describe(kind Problem) Answer {
-	p := func(status int, title, detail string) Answer {
-		return Answer{Problem: kind, Title: title, Status: status, Detail: detail}
-	}
-	switch kind {
-	case ProblemKeyMissing:
-		return p(400, "Idempotency-Key is missing", "This request needs the header Idempotency-Key: a value of its own, the same at each try.")
-	case ProblemKeyMalformed:
-		return p(400, "Idempotency-Key is malformed", "The header must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes.")
-	case ProblemKeyInProgress:
-		return p(409, "The request is in progress", "A request with this key is being executed. Retry later with the same key.")
-	case ProblemKeyUndecided:
-		return p(409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key.")
-	case ProblemKeyAbandoned:
-		return p(409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key.")
-	case ProblemTooManyWaiting:
-		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key.")
-	case ProblemKeyReused:
-		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
-	case ProblemResponseDropped:
-		return p(410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept.")
-	case ProblemKeyExpired:
-		return p(410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did.")
-	case ProblemUnanswered:
-		return p(503, "The outcome is not known yet", "The request may have been executed. Retry with the same key to find out.")
-	case ProblemUnauthenticated:
-		return p(401, "Not authenticated", "The request has no principal.")
-	case ProblemUnreadable:
-		return p(400, "The request cannot be read", "Its body ended early, or is not what this endpoint takes.")
-	case ProblemReadTimeout:
-		return p(408, "The request took too long", "The body did not arrive in time. Nothing was done.")
-	case ProblemTooLarge:
-		return p(413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done.")
-	case ProblemUnavailable:
-		return p(503, "Not available", "The request could not be executed now. Retry with the same key.")
-	case ProblemInternal:
-	}
-	return p(500, "Internal error", "The request was not executed.")
+	of := serving.Problem(strings.TrimPrefix(string(kind), urn)).Describe()
+	return Answer{Problem: kind, Title: of.Title, Status: of.Status, Detail: of.Detail}
 }
 
 // refuse answers with a problem. A retryAfter of zero sends no header.

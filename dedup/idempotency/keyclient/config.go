@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -34,25 +33,19 @@ type TransportConfig struct {
 }
 
 func (c TransportConfig) withDefaults() (TransportConfig, error) {
-	var problems []error
 	c.Header = http.CanonicalHeaderKey(cmp.Or(c.Header, "Idempotency-Key"))
-	if strings.ContainsAny(c.Header, " \t\r\n:,") {
-		problems = append(problems, bounds.Problem("Header", strconv.Quote(c.Header), "the name of a header"))
-	}
 	c.Honours = slices.Clone(c.Honours)
+	c.BackoffMin = cmp.Or(c.BackoffMin, 100*time.Millisecond)
+	problems := bounds.Durations(
+		bounds.Duration{Field: "BackoffMin", Value: &c.BackoffMin, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: max(10*time.Second, c.BackoffMin), Min: c.BackoffMin, Max: time.Hour},
+	)
+	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
 	for _, server := range c.Honours {
 		if named, err := url.Parse("//" + server); err != nil || named.Host != server || named.Hostname() == "" {
-			problems = append(problems, bounds.Problem("Honours", strconv.Quote(server), `"host", "host:port" or "*"`))
+			problems = append(problems, bounds.Problem("Honours", fmt.Sprintf("%q", server), `"host", "host:port" or "*"`))
 		}
 	}
-	problems = append(problems, bounds.Durations(
-		bounds.Duration{Field: "BackoffMin", Value: &c.BackoffMin, Default: 100 * time.Millisecond, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: max(10*time.Second, c.BackoffMin), Min: time.Millisecond, Max: time.Hour},
-	)...)
-	if c.BackoffMax < c.BackoffMin {
-		problems = append(problems, bounds.Problem("BackoffMax", c.BackoffMax, fmt.Sprintf("at least BackoffMin, %v", c.BackoffMin)))
-	}
-	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

@@ -22,10 +22,7 @@
 // the program nor its log notices. Over HTTP/2 it does that with or without the header, if the server
 // resets the stream. And an http.Client sends the body again for a redirect by 307 or 308.
 //
-//	client := &http.Client{Transport: keyclient.Single(http.DefaultTransport)} // sends each request once
-//
-// So make a call that must not be repeated, in an AtMostOnce phase (idempotency.Phase), with Single or
-// a Transport, with nothing around them that retries, and with the context of the Call: then an error
-// proves that nothing was sent if that is the case, and the key of the phase stays free. Any other
-// error makes it indeterminate. This holds for a phase with one request.
+// So make a call that must not be repeated, in an AtMostOnce phase (idempotency.Phase) of one request,
+// with Single or a Transport, nothing around them that retries, and the context of the Call. An error
+// that proves that nothing was sent leaves its key free; any other one makes it indeterminate.
 package keyclient

@@ -28,7 +28,7 @@ func ExamplePending() {
 			return err
 		}
 		if charged { // also if the reply to the COMMIT below was lost
-			return pending.Forget(ctx, charge+order, key) // a request after that COMMIT made it pending again
+			return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return pending.Forget(ctx, tx, charge+order, key) }) // a request after that COMMIT made it pending again
 		}
 		sent, err := pending.Begin(ctx, charge+order, cmp.Or(key, idempotency.NewKey()))
 		if err != nil {
@@ -53,7 +53,7 @@ func ExamplePending() {
 			if _, err := tx.Exec(ctx, `UPDATE orders SET charged = true WHERE id = $1`, order); err != nil {
 				return err
 			}
-			return pending.ForgetTx(ctx, tx, charge+order, sent)
+			return pending.Forget(ctx, tx, charge+order, sent)
 		})
 	}
 	restarted := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *keyclient.Pending) error {
@@ -66,23 +66,6 @@ func ExamplePending() {
 		return err
 	}
 	_ = restarted
-}
-
-// A handler that calls another service under a key derived from its own: the same at each attempt
-// of the work.
-func ExampleWithChild() {
-	ship := func(ctx context.Context, client *http.Client, key idempotency.Key) error {
-		request, err := http.NewRequestWithContext(keyclient.WithChild(ctx, key, "ship"), http.MethodPost, "https://carrier.example/parcels", http.NoBody)
-		if err != nil {
-			return err
-		}
-		response, err := client.Do(request)
-		if err != nil {
-			return err
-		}
-		return response.Body.Close()
-	}
-	_ = ship
 }
 
 // A transfer at a bank that ignores keys: made once, by a client that cannot send it again. If the

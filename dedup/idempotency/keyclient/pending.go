@@ -9,7 +9,6 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/internal/bounds"
@@ -39,7 +38,6 @@ type PendingConfig struct {
 type Pending struct {
 	pool *pgxpool.Pool
 	cfg  PendingConfig
-	sql  pendingQueries
 }
 
 // NewPending returns a store, or all problems of its configuration at once. It opens no connection.
@@ -59,30 +57,27 @@ func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
-	return &Pending{pool: pool, cfg: cfg, sql: newPendingQueries(schema)}, nil
+	cfg.Schema = schema
+	return &Pending{pool: pool, cfg: cfg}, nil
 }
 
-// beginsMax bounds the attempts of Begin for a name that is concurrently begun and forgotten.
-const beginsMax = 10
-
-// Begin returns the key that is pending under the name of a request ("charge order 4127"), or else
-// makes fresh pending, such as idempotency.NewKey() or a key that List returned. It commits before it
-// returns: send the request under WithKey(ctx, key) then. If fresh was sent before, and key is
-// another one, send nothing: another process began the request anew. A name has 1 to 255 bytes.
+// Begin returns the key that is pending under the name of a request ("charge order 4127"), 1 to 255
+// bytes, or else makes fresh pending, such as idempotency.NewKey() or a key that List returned. Then
+// send the request under WithKey(ctx, key). If fresh was sent before, and key is another one, send
+// nothing: another process began the request anew. After an error the next Begin resolves the row.
 //
 // The name stands for one effect until it is forgotten: after that it gets a new key, and a second
-// effect. So check first whether the response was stored. After an error the state of the row is
-// unknown: the next Begin resolves it.
+// effect. So check first whether the response was stored.
 func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string, err error) {
 	if !storable(request) {
 		return "", fmt.Errorf("a name of %d bytes: want 1 to 255 bytes of UTF-8 without control characters", len(request))
 	}
-	for range beginsMax {
+	for range 10 { // while others begin and forget the name
 		var old bool
 		err = pgx.BeginTxFunc(ctx, p.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
 			batch := &pgx.Batch{}
 			batch.Queue(pendingSettingsSQL)
-			batch.Queue(p.sql.begin, p.cfg.Client, request, fresh, p.cfg.AgeMax).QueryRow(func(row pgx.Row) error { return row.Scan(&key, &old) })
+			batch.Queue(migrations.InSchema(beginPendingSQL, p.cfg.Schema), p.cfg.Client, request, fresh, p.cfg.AgeMax).QueryRow(func(row pgx.Row) error { return row.Scan(&key, &old) })
 			return tx.SendBatch(ctx, batch).Close()
 		})
 		switch {
@@ -98,24 +93,12 @@ func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string,
 	return "", errors.New("the name is repeatedly begun and forgotten by others")
 }
 
-// Forget removes the name if it is still pending under that key. A name that is not pending is no
-// error.
-func (p *Pending) Forget(ctx context.Context, request, key string) error {
-	return p.forget(ctx, p.pool, request, key)
-}
-
-// ForgetTx forgets a request in the transaction that stores its response: both are committed, or
-// neither. If the reply to that COMMIT is lost, check whether the response was stored before you
-// retry: if it was, the name is free, and would get a new key.
-func (p *Pending) ForgetTx(ctx context.Context, tx pgx.Tx, request, key string) error {
-	return p.forget(ctx, tx, request, key)
-}
-
-func (p *Pending) forget(ctx context.Context, db interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
-}, request, key string,
-) error {
-	if _, err := db.Exec(ctx, p.sql.forget, p.cfg.Client, request, key); err != nil {
+// Forget removes the name if it is still pending under that key, in the transaction that stores the
+// response: both are committed, or neither. If the reply to that COMMIT is lost, check whether the
+// response was stored before you retry: if it was, the name is free, and would get a new key. A name
+// that is not pending is no error.
+func (p *Pending) Forget(ctx context.Context, tx pgx.Tx, request, key string) error {
+	if _, err := tx.Exec(ctx, migrations.InSchema(forgetPendingSQL, p.cfg.Schema), p.cfg.Client, request, key); err != nil {
 		return fmt.Errorf("forget request %q: %w", request, err)
 	}
 	return nil
@@ -135,17 +118,11 @@ type PendingRequest struct {
 // have forgotten it since it was listed: with a new key it would have a second effect; under its key
 // it is pending again, and the server replays. See the example of Pending.
 func (p *Pending) List(ctx context.Context, after string, limit int) ([]PendingRequest, error) {
-	rows, err := p.pool.Query(ctx, p.sql.list, p.cfg.Client, p.cfg.AgeMax, after, limit)
+	rows, err := p.pool.Query(ctx, migrations.InSchema(listPendingSQL, p.cfg.Schema), p.cfg.Client, p.cfg.AgeMax, after, limit)
 	if err != nil {
 		return nil, fmt.Errorf("list pending requests: %w", err)
 	}
-	pending, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r PendingRequest, err error) {
-		return r, row.Scan(&r.Request, &r.Key, &r.CreatedAt, &r.TooOld)
-	})
-	if err != nil {
-		return nil, fmt.Errorf("list pending requests: %w", err)
-	}
-	return pending, nil
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[PendingRequest])
 }
 
 func storable(text string) bool {

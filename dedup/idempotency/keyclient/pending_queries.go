@@ -1,7 +1,5 @@
 package keyclient
 
-import "github.com/effectonce/effectonce/migrations"
-
 // pendingSettingsSQL: a key must be on disk before it is sent, whatever the role's defaults are.
 const pendingSettingsSQL = `-- keyclient.pending_settings
 SELECT set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
@@ -23,12 +21,3 @@ DELETE FROM effectonce.pending_requests WHERE client = $1 AND request = $2 AND k
 const listPendingSQL = `-- keyclient.list_pending
 SELECT request, key, created_at, created_at < clock_timestamp() - $2::interval FROM effectonce.pending_requests
 WHERE client = $1 AND request > $3 ORDER BY request LIMIT $4`
-
-type pendingQueries struct{ begin, forget, list string }
-
-func newPendingQueries(schema string) pendingQueries {
-	return pendingQueries{
-		begin: migrations.InSchema(beginPendingSQL, schema), forget: migrations.InSchema(forgetPendingSQL, schema),
-		list: migrations.InSchema(listPendingSQL, schema),
-	}
-}

@@ -54,9 +54,12 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, test.refused, list[0].TooOld)
 	}
-	require.NoError(t, pending.Forget(t.Context(), "charge", "another"))
+	forget := func(key string) error {
+		return pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error { return pending.Forget(t.Context(), tx, "charge", key) })
+	}
+	require.NoError(t, forget("another"))
 	require.Len(t, isPending(t, pending), 1)
-	require.NoError(t, pending.Forget(t.Context(), "charge", "old"))
+	require.NoError(t, forget("old"))
 	require.Empty(t, isPending(t, pending))
 }
 
@@ -99,7 +102,7 @@ func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 
 	forget := func(err error) func(pgx.Tx) error {
 		return func(tx pgx.Tx) error {
-			return errors.Join(pending.ForgetTx(t.Context(), tx, "charge", sent), err)
+			return errors.Join(pending.Forget(t.Context(), tx, "charge", sent), err)
 		}
 	}
 	require.Error(t, pgx.BeginFunc(t.Context(), pool, forget(errors.New("not written down"))))

@@ -2,7 +2,6 @@ package keyclient
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"math/rand/v2"
 	"net/http"
@@ -39,7 +38,7 @@ func notSent(err error) bool {
 func (c *call) mayRetry(response *http.Response, err error) bool {
 	switch {
 	case err != nil:
-		return !ofSetUp(err) && (c.trusts || notSent(err))
+		return c.trusts || notSent(err)
 	case response.Header.Get("Idempotent-Replayed") == "true":
 		return false
 	}
@@ -52,14 +51,6 @@ func (c *call) mayRetry(response *http.Response, err error) bool {
 		return c.trusts
 	}
 	return false
-}
-
-// ofSetUp reports errors that a retry cannot fix. Errors of an HTTP/2 client or a proxy have no
-// common type, and a retry under the same key does no harm.
-func ofSetUp(err error) bool {
-	var certificate *tls.CertificateVerificationError
-	var noTLS tls.RecordHeaderError
-	return errors.As(err, &certificate) || errors.As(err, &noTLS) || errors.Is(err, http.ErrSchemeMismatch)
 }
 
 // backoff is the pause after an attempt, counted from 1: "full jitter" of Brooker, Exponential
@@ -79,23 +70,11 @@ func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) (wait ti
 	return rand.N(ceiling + 1), true //nolint:gosec // as above
 }
 
-// retryAfter returns the server's Retry-After, seconds or a date, or 0. A date is compared with the
-// server's own clock.
+// retryAfter returns the server's Retry-After in seconds, or 0, also for a date.
 func retryAfter(response *http.Response) time.Duration {
 	if response == nil {
 		return 0
 	}
-	value := response.Header.Get("Retry-After")
-	if seconds, err := strconv.ParseUint(value, 10, 32); err == nil { // 136 years at most
-		return time.Duration(seconds) * time.Second
-	}
-	date, err := http.ParseTime(value)
-	if err != nil {
-		return 0
-	}
-	now, err := http.ParseTime(response.Header.Get("Date"))
-	if err != nil {
-		now = time.Now()
-	}
-	return date.Sub(now)
+	seconds, _ := strconv.ParseUint(response.Header.Get("Retry-After"), 10, 31) // 68 years at most
+	return time.Duration(seconds) * time.Second
 }

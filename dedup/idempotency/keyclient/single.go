@@ -13,11 +13,10 @@ import (
 // server that does not deduplicate. The caller owns base; nil is http.DefaultTransport. Put Single
 // directly around the http.Transport: a base that retries by itself still does.
 //
-// An http.Transport repeats a request after its connection closed (over HTTP/1 one with an
-// Idempotency-Key) or its stream was reset (over HTTP/2 any one), if it can get the body again. So
-// Single prevents that: GetBody is nil, and a body that is nil or http.NoBody becomes an empty
-// reader. The cost: over HTTP/1 a POST without a body has Transfer-Encoding: chunked instead of
-// Content-Length: 0. If a server refuses that (411), give the request a body.
+// An http.Transport repeats a request only if it can get the body again: with Single GetBody is nil,
+// and a body that is nil or http.NoBody becomes an empty reader. The cost: over HTTP/1 a POST without
+// a body has Transfer-Encoding: chunked instead of Content-Length: 0. If a server refuses that (411),
+// give the request a body.
 //
 // Redirects by 307 and 308 would send the request again. They are not followed: the client gets the
 // response without its Location. Redirects to a GET (301, 302, 303) are followed.

@@ -5,41 +5,38 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"strings"
 	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // Transport is an http.RoundTripper that retries a request under the same idempotency key until
 // there is a response. It is safe for concurrent use, and keeps no goroutine.
 //
-// A request gets its key from its header, else from its context (WithKey, WithChild), else a new one
-// if its method is POST or PATCH. Requests without a key are passed to base unchanged. One with a key
-// is retried as follows, if it has no body or a GetBody. For servers that are not in Honours no layer
-// below the Transport repeats it, either: see Single.
+// A request gets its key from its header, else from its context (WithKey), else a new one if its
+// method is POST or PATCH. One without a key is passed to base unchanged. One with a key is retried
+// as follows, if it has no body or a GetBody. Below the Transport only requests to servers in Honours
+// are repeated: see Single.
 //
 //	                               Honours                              other servers
-//	no connection                  yes, but for refused certificates and other mistakes of set-up
+//	no connection                  yes                                  yes
 //	no response, also a late one   yes                                  no
 //	408, 500, 502, 503, 504        yes                                  no
 //	425, 429, 409 with Retry-After yes: nothing was done                yes
 //	Idempotent-Replayed: true      no, whatever the status: it is stored, and will not change
 //	everything else                no                                   no
 //
-// A service that honours keys answers 500 if it stored nothing, and executes the retry, or replays a
-// stored failure. In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent
-// once, as by Single. When the attempts or the time of the request's context are used up, the last
-// response is returned as it is, or an UnansweredError if there was none. If the body of a response
-// breaks off, send the request again under the key, which response.Request has in its header.
+// In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent once, as by
+// Single. When the attempts or the time of the request's context are used up, the last response is
+// returned as it is, or an UnansweredError if there was none. If the body of a response breaks off,
+// send the request again under the key, which response.Request has in its header.
 //
 // base bounds each attempt, and the context all of them: set http.Transport.ResponseHeaderTimeout, or
-// a server that hangs is waited for as long as the context lives.
-//
-// Timeout of the http.Client must be 0: its error replaces the UnansweredError, and the key is lost,
-// so that a retry by the caller uses a new one, and has a second effect. If you need a Timeout, make
-// the key first, WithKey(ctx, idempotency.NewKey()), and retry under it.
+// a server that hangs is waited for as long as the context lives. Timeout of the http.Client must be
+// 0: its error replaces the UnansweredError, and the key is lost, so that a retry by the caller uses
+// a new one, and has a second effect. If you need it, make the key first (WithKey).
 type Transport struct {
 	base http.RoundTripper
 	cfg  TransportConfig
@@ -65,8 +62,7 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 }
 
 // UnansweredError is a request that the server may or may not have executed. If Honoured, it is
-// safe to retry it under Key, and only under Key: see WithKey. errors.As finds it in the error of
-// an http.Client, except one with a Timeout: see Transport.
+// safe to retry it under Key (see WithKey), and only under Key.
 type UnansweredError struct {
 	Key      string
 	Honoured bool // the server is one of TransportConfig.Honours; another one may act again even under Key
@@ -87,12 +83,6 @@ func (e *UnansweredError) Error() string {
 
 func (e *UnansweredError) Unwrap() error { return e.Err }
 
-// Timeout implements the method that url.Error calls.
-func (e *UnansweredError) Timeout() bool {
-	var timeout interface{ Timeout() bool }
-	return errors.As(e.Err, &timeout) && timeout.Timeout()
-}
-
 // ErrKey marks a request that was not sent, because of its key.
 var ErrKey = errors.New("request without a usable idempotency key")
 
@@ -100,16 +90,10 @@ type contextKey struct{}
 
 // WithKey makes a Transport send this key with the request of the context, whatever its method,
 // also for a retry later or in another process. A context is for one request, which may be sent
-// several times: another request under it has the same key, and is a mismatch at the server.
+// several times: another request under it has the same key, and is a mismatch at the server. A step
+// of work under another key uses key.ChildID(step).String(), the same at each attempt of the work.
 func WithKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, contextKey{}, key)
-}
-
-// WithChild is WithKey with the key that a step of the work under another key uses for calls to
-// other systems: the same at each attempt of the work. See idempotency.Key.ChildID. It panics for a
-// key without an operation.
-func WithChild(ctx context.Context, key idempotency.Key, step string) context.Context {
-	return WithKey(ctx, key.ChildID(step).String())
 }
 
 // call is one request with all its attempts.
@@ -121,11 +105,9 @@ type call struct {
 	sent    bool          // an attempt may have been sent
 }
 
-// RoundTrip implements http.RoundTripper. A request redirected by 307 or 308 keeps its key. One
-// redirected to a GET has none.
+// RoundTrip implements http.RoundTripper. A request redirected by 307 or 308 keeps its key.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
-	c := &call{t: t, request: r.WithContext(r.Context())}
-	c.request.Header = r.Header.Clone()
+	c := &call{t: t, request: r.Clone(r.Context())}
 	if c.request.Header == nil {
 		c.request.Header = http.Header{}
 	}
@@ -164,7 +146,7 @@ func (c *call) chooseKey(r *http.Request) error {
 	default:
 		return nil
 	}
-	if c.key == "" || len(c.key) > 255 || strings.ContainsFunc(c.key, func(r rune) bool { return r <= ' ' || r > '~' }) {
+	if !serving.ValidKey(c.key) {
 		return fmt.Errorf("a key of %d bytes: want 1 to 255 of visible ASCII", len(c.key))
 	}
 	c.request.Header.Set(header, c.key)
@@ -188,7 +170,7 @@ func (c *call) sendUntilAnswered(ctx context.Context) (*http.Response, error) {
 			status = response.StatusCode
 			_ = response.Body.Close()
 		}
-		// Neither the key nor the address, which may contain secrets, too.
+		// Without the key and the address, which may contain secrets.
 		cfg.Logger.InfoContext(ctx, "retrying request", "method", c.request.Method, "host", c.request.URL.Host, "attempt", attempt, "status", status, "error", err, "wait", wait)
 		if !pause.For(ctx, wait) {
 			return nil, c.unanswered(attempt, context.Cause(ctx))

@@ -3,17 +3,115 @@
 package serving
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"maps"
 	"net"
+	"slices"
+	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
+
+// ErrUnauthenticated is what a Scope returns for a request without a principal.
+var ErrUnauthenticated = errors.New("the request is not authenticated")
+
+// New returns the operation of a server. failed makes the response for ErrExpired, and for a
+// failure if cfg.Failed is nil. handlerTimeout must be more than cfg.WaitMax.
+func New(pool *pgxpool.Pool, cfg idempotency.Config, failed func(error) idempotency.Response, handlerTimeout time.Duration) (*idempotency.Operation, error) {
+	given := cfg.Failed
+	cfg.Failed = func(err error) idempotency.Response {
+		if given == nil || errors.Is(err, idempotency.ErrExpired) {
+			return failed(err)
+		}
+		return given(err)
+	}
+	op, err := idempotency.New(pool, cfg)
+	if err == nil && op.Config().WaitMax >= handlerTimeout {
+		err = bounds.Problem("HandlerTimeout", handlerTimeout, fmt.Sprintf("more than Operation.WaitMax, %v", op.Config().WaitMax))
+	}
+	return op, err
+}
+
+// ValidKey reports whether a client's key has 1 to 255 visible ASCII characters.
+func ValidKey(value string) bool {
+	invisible := func(r rune) bool { return r <= ' ' || r > '~' }
+	return value != "" && len(value) <= 255 && !strings.ContainsFunc(value, invisible)
+}
+
+// CheckScope returns the problem of what a Scope returned, or "".
+func CheckScope(ctx context.Context, op *idempotency.Operation, scope string, err error) Problem {
+	if errors.Is(err, ErrUnauthenticated) {
+		return Unauthenticated
+	}
+	if err == nil {
+		err = op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
+	}
+	if err != nil {
+		op.Config().Logger.ErrorContext(ctx, "the scope of a request is unknown: it is refused", "error", err)
+		return Internal
+	}
+	return ""
+}
+
+// Once executes the work of a request. started: it had begun, so that its failure is worth a line
+// in the log also if the client is gone.
+func Once(parent context.Context, op *idempotency.Operation, key idempotency.Key, timeout time.Duration, work func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error)) (_ idempotency.Response, started bool, _ error) {
+	ctx, begun, end := Detach(parent, timeout)
+	defer end()
+	response, err := op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		if !begun() {
+			return idempotency.Response{}, context.Canceled
+		}
+		started = true
+		return work(ctx, tx)
+	})
+	return response, started, err
+}
+
+// Exchange is what a handler can access. It is passed in the context, because a handler has no other
+// argument for it. Err is what the handler failed with, if its protocol cannot return an error.
+type Exchange struct {
+	Tx  pgx.Tx
+	Key idempotency.Key
+	Err error
+}
+
+type exchangeKey struct{}
+
+// With returns a context for a handler.
+func With(ctx context.Context, e *Exchange) context.Context {
+	return context.WithValue(ctx, exchangeKey{}, e)
+}
+
+// Of returns what With was given. It panics without that, with the remedy.
+func Of(ctx context.Context, remedy string) *Exchange {
+	if e := From(ctx); e != nil {
+		return e
+	}
+	panic(remedy)
+}
+
+// From returns what With was given, or nil.
+func From(ctx context.Context) *Exchange {
+	e, _ := ctx.Value(exchangeKey{}).(*Exchange)
+	return e
+}
+
+// Same reports whether a replay will return, byte for byte, what the handler answered.
+func Same(a, b idempotency.Response) bool {
+	return a.Status == b.Status && bytes.Equal(a.Body, b.Body) && maps.EqualFunc(a.Header, b.Header, slices.Equal)
+}
 
 // Detach returns a context that the client ends only until the work has begun: a client that
 // disconnects while its request waits for a connection costs nothing; for one that disconnects

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"os/user"
 	"strings"
 	"time"
 
@@ -36,7 +34,7 @@ type action struct {
 // newRetry makes cmd hand rows back.
 func newRetry(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
 	a := &action{selection: newSelection(s, kind), order: held.Order{By: operator.By{Why: "retried by hand"}}}
-	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { a.order.Why = text; return nil })
+	addBy(cmd, &a.order.By, &a.asJSON, "reason")
 	cli.AddBool(cmd.Flags(), &a.wait, "wait", "wait until "+a.WaitFor)
 	cli.AddDuration(cmd.Flags(), &a.order.WaitMax, "wait-max", time.Minute, time.Second, 24*time.Hour, "how long --wait waits")
 	return a.command(cmd)
@@ -45,7 +43,7 @@ func newRetry(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Comman
 // newDiscard makes cmd discard rows.
 func newDiscard(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
 	a := &action{selection: newSelection(s, kind), order: held.Order{Discard: true}}
-	cli.AddText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { a.order.Why = text; return nil })
+	addBy(cmd, &a.order.By, &a.asJSON, "reason; required")
 	cli.AddBool(cmd.Flags(), &a.order.WholeKeys, "all-of-key", "also the "+a.Rows()+" behind: all "+string(kind)+" "+a.Rows()+" of the key")
 	cli.AddBool(cmd.Flags(), &a.yes, "yes", "do not ask before discarding more than one "+a.Row)
 	cli.CommandLineOnly(cmd.Flags(), "all-of-key", "yes")
@@ -58,9 +56,7 @@ func (a *action) command(cmd *cobra.Command) *cobra.Command {
 	cli.AddBool(flags, &a.all, "all", "all "+string(a.kind)+" "+a.Rows()+", without a filter")
 	cli.AddBool(flags, &a.dryRun, "dry-run", "only show what would be done")
 	cli.AddInt(flags, &a.order.Rate, "rate", 0, 0, 100_000, a.Rows()+" per second; 0: no limit")
-	cli.AddText(flags, "by", 255, "operator; default: user@host", func(text string) error { a.order.Who = text; return nil })
-	cli.AddJSON(cmd, &a.asJSON)
-	cli.CommandLineOnly(flags, "all", "dry-run", "why")
+	cli.CommandLineOnly(flags, "all", "dry-run")
 	a.s.Check(cmd, func() error {
 		var problems []error
 		if a.order.Why == "" && a.order.Discard {
@@ -73,9 +69,7 @@ func (a *action) command(cmd *cobra.Command) *cobra.Command {
 	})
 	cmd.Args = cli.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		if a.order.Who == "" {
-			a.order.Who = whoami()
-		}
+		sign(&a.order.By)
 		if !a.wait {
 			a.order.WaitMax = 0
 		}
@@ -234,17 +228,4 @@ func (a *action) text(r *held.Report, left []string) string {
 		}
 	}
 	return text.String()
-}
-
-// whoami is the user and the host, for the record of actions.
-func whoami() string {
-	name, host := "unknown", "unknown"
-	if u, err := user.Current(); err == nil && u.Username != "" {
-		name = u.Username
-	}
-	if h, err := os.Hostname(); err == nil && h != "" {
-		host = h
-	}
-	who := strings.ReplaceAll(strings.ToValidUTF8(name+"@"+host, "?"), "\x00", "?")
-	return strings.ToValidUTF8(who[:min(len(who), 255)], "")
 }

@@ -2,7 +2,6 @@ package held
 
 import (
 	"context"
-	"crypto/sha256"
 	"encoding/json"
 	"fmt"
 	"time"
@@ -10,7 +9,6 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -97,9 +95,28 @@ func (k Kind) act(ctx context.Context, tx pgx.Tx, schema string, o Order, refs [
 	if err != nil {
 		return nil, err
 	}
-	lasts, err := k.change(ctx, tx, schema, o, rows)
+	locked, subjects := make([]Ref, len(rows)), make([]string, len(rows))
+	for i, r := range rows {
+		text, err := json.Marshal(r.subject())
+		if err != nil {
+			return nil, err
+		}
+		locked[i], subjects[i] = r.Ref, string(text)
+	}
+	sql, args := k.sql().retry, append(refArgs(locked), subjects, o.Who, o.what(k), o.Why)
+	if o.Discard {
+		sql, args = k.sql().discard, append(args, o.WholeKeys)
+	}
+	changed, err := read[struct {
+		Ref
+		Last int64 // seq of the last row behind it
+	}](ctx, tx, k, schema, sql, args...)
 	if err != nil {
 		return nil, err
+	}
+	lasts := map[Ref]int64{}
+	for _, c := range changed {
+		lasts[c.Ref] = c.Last
 	}
 	result := &Result{}
 	if o.Discard {
@@ -123,33 +140,6 @@ func (k Kind) act(ctx context.Context, tx pgx.Tx, schema string, o Order, refs [
 		}
 	}
 	return result, nil
-}
-
-// change hands back or deletes locked rows. It returns those that it changed, with the last seq
-// behind each.
-func (k Kind) change(ctx context.Context, tx pgx.Tx, schema string, o Order, rows []Row) (map[Ref]int64, error) {
-	refs, subjects := make([]Ref, len(rows)), make([]string, len(rows))
-	for i, r := range rows {
-		text, err := json.Marshal(r.subject())
-		if err != nil {
-			return nil, err
-		}
-		refs[i], subjects[i] = r.Ref, string(text)
-	}
-	sql, args := k.sql().retry, append(refArgs(refs), subjects, o.Who, o.what(k), o.Why)
-	if o.Discard {
-		sql, args = k.sql().discard, append(args, o.WholeKeys)
-	}
-	type changed struct {
-		Ref
-		Last int64
-	}
-	found, err := read[changed](ctx, tx, k, schema, sql, args...)
-	lasts := make(map[Ref]int64, len(found))
-	for _, c := range found {
-		lasts[c.Ref] = c.Last
-	}
-	return lasts, err
 }
 
 // subject is what operator_actions records about a row: its state, and never its payload or headers.
@@ -178,16 +168,7 @@ func queueArgs(rows []Row) []any {
 	relays, consumers, topics := make([]string, len(rows)), make([]int32, len(rows)), make([]string, len(rows))
 	partitions, hashes := make([]*int32, len(rows)), make([][]byte, len(rows))
 	for i, r := range rows {
-		relays[i], consumers[i], topics[i], partitions[i], hashes[i] = r.Relay, r.ConsumerID, r.Topic, r.Partition, keyHash(r.Key)
+		relays[i], consumers[i], topics[i], partitions[i], hashes[i] = r.Relay, r.ConsumerID, r.Topic, r.Partition, r.Hash
 	}
 	return []any{relays, consumers, topics, partitions, hashes}
-}
-
-// keyHash stands for a key in the index, and so identifies a queue; nil: no key, and so no queue.
-func keyHash(key human.Key) []byte {
-	if key == nil {
-		return nil
-	}
-	hash := sha256.Sum256(key)
-	return hash[:]
 }

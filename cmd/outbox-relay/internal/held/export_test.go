@@ -1,6 +1,7 @@
 package held
 
 import (
+	"crypto/sha256"
 	"slices"
 	"strings"
 	"testing"
@@ -8,7 +9,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -17,7 +17,8 @@ import (
 // and returns their plans, each after the tag of its statement.
 func Plans(t *testing.T, conn *pgx.Conn, k Kind, ref Ref) (plans []string) {
 	t.Helper()
-	row := Row{Ref: ref, Topic: "orders", Key: human.Key("key 7")}
+	hash := sha256.Sum256([]byte("key 7"))
+	row := Row{Ref: ref, Topic: "orders", Hash: hash[:]}
 	if k == Parked {
 		row.ConsumerID, row.Partition = 1, new(int32)
 	}

@@ -102,11 +102,11 @@ SELECT seq FROM effectonce.parked_messages WHERE topic = $1 AND partition = $2 A
 const (
 	fromRefs   = ` FROM unnest($1::text[], $2::bigint[]) AS t (relay, seq)`
 	deadLocked = `
-SELECT d.relay, d.seq, d.id, d.topic, d.key, d.reason, d.error, d.attempts, d.state, d.created_at
+SELECT d.relay, d.seq, d.id, d.topic, d.key, d.reason, d.error, d.attempts, d.state, d.created_at, sha256(d.key) AS hash
 FROM effectonce.outbox_dead d
 WHERE (d.relay, d.seq) IN (SELECT t.relay, t.seq` + fromRefs
 	parkedLocked = `
-SELECT '' AS relay, d.seq, d.message_id AS id, d.consumer, c.name AS consumer_name, d.topic, d.partition, d."offset", d.key, d.reason, d.error, d.attempts, d.state
+SELECT '' AS relay, d.seq, d.message_id AS id, d.consumer, c.name AS consumer_name, d.topic, d.partition, d."offset", d.key, d.reason, d.error, d.attempts, d.state, sha256(d.key) AS hash
 FROM effectonce.parked_messages d JOIN effectonce.consumers c ON c.id = d.consumer
 WHERE d.seq IN (SELECT t.seq` + fromRefs
 	deadLockSQL       = `-- dead.lock` + deadLocked + `) ORDER BY d.seq, d.relay FOR UPDATE OF d`

@@ -62,7 +62,9 @@ type Row struct {
 	// Head is the row for which it waits, if any.
 	Head *uuid.UUID `json:"head"`
 
-	ConsumerID int32 `db:"consumer" json:"-"` // only of locked rows
+	// What identifies its queue, in locked rows only. Hash stands for the key in the index.
+	ConsumerID int32  `db:"consumer" json:"-"`
+	Hash       []byte `json:"-"`
 }
 
 // At is the row's place for people: topic/partition/offset in Kafka, or its seq.

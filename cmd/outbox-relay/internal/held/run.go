@@ -35,15 +35,6 @@ func (k Kind) NewReport(o Order, matched int) *Report {
 	return &Report{What: o.what(k), Matched: matched, Retrying: []uuid.UUID{}, NoPayload: []uuid.UUID{}, Behind: []uuid.UUID{}}
 }
 
-func (r *Report) add(result *Result, tried int) {
-	r.Tried += tried
-	r.Done, r.Released = r.Done+len(result.Done), r.Released+result.Released
-	for _, d := range result.Retrying {
-		r.Retrying = append(r.Retrying, d.ID)
-	}
-	r.NoPayload, r.Behind = append(r.NoPayload, result.NoPayload...), append(r.Behind, result.Behind...)
-}
-
 // Choose returns the rows to act on, the oldest first. If the filter selects a row behind another
 // one, and not that one, the error names it.
 func (k Kind) Choose(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) (refs []Ref, err error) {
@@ -88,7 +79,12 @@ func (k Kind) Run(ctx context.Context, conn *pgx.Conn, schema string, o Order, r
 		if err != nil {
 			return err
 		}
-		report.add(result, len(now))
+		report.Tried += len(now)
+		report.Done, report.Released = report.Done+len(result.Done), report.Released+result.Released
+		report.NoPayload, report.Behind = append(report.NoPayload, result.NoPayload...), append(report.Behind, result.Behind...)
+		for _, d := range result.Retrying {
+			report.Retrying = append(report.Retrying, d.ID)
+		}
 		wait.Add(result.Done)
 		wait.Add(result.Retrying)
 		step("%d of %s %s", report.Tried, human.Count(len(refs), k.Words().Row), o.Verb())

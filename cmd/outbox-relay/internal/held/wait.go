@@ -47,46 +47,36 @@ func (w *Wait) Add(done []Done) {
 
 // Look reads the progress of the rows that w follows.
 func (k Kind) Look(ctx context.Context, db operator.Querier, schema string, w *Wait) (Progress, error) {
-	if w.progress.Failed == nil {
-		w.progress.Failed = []Failure{}
-	}
-	left := []Done{}
+	now, left := w.progress, []Done{}
+	now.Failed = append([]Failure{}, now.Failed...)
 	for page := range slices.Chunk(w.pending, lookMax) {
-		pending, err := k.look(ctx, db, schema, w, page)
+		rows, seqs, lasts, all := make([]Row, len(page)), make([]int64, len(page)), make([]int64, len(page)), map[Ref]Done{}
+		for i, d := range page {
+			rows[i], seqs[i], lasts[i], all[d.Ref] = d.Row, d.Seq, d.last, d
+		}
+		found, err := read[struct {
+			Ref
+			ID                   *uuid.UUID
+			State, Reason, Error *string
+			Discarded            bool
+		}](ctx, db, k, schema, k.sql().progress, append(queueArgs(rows), seqs, lasts, string(k)+".discard", w.began)...)
 		if err != nil {
 			return Progress{}, err
 		}
-		left = append(left, pending...)
-	}
-	w.pending, w.progress.Pending = left, len(left)
-	return w.progress, nil
-}
-
-// look returns the rows that are still pending, and records what became of the others.
-func (k Kind) look(ctx context.Context, db operator.Querier, schema string, w *Wait, page []Done) (left []Done, err error) {
-	all := make(map[Ref]Done, len(page))
-	rows, seqs, lasts := make([]Row, len(page)), make([]int64, len(page)), make([]int64, len(page))
-	for i, d := range page {
-		all[d.Ref], rows[i], seqs[i], lasts[i] = d, d.Row, d.Seq, d.last
-	}
-	type outcome struct {
-		Ref
-		ID                   *uuid.UUID
-		State, Reason, Error *string
-		Discarded            bool
-	}
-	found, err := read[outcome](ctx, db, k, schema, k.sql().progress, append(queueArgs(rows), seqs, lasts, string(k)+".discard", w.began)...)
-	for _, o := range found {
-		switch {
-		case o.Discarded:
-			w.progress.Discarded++
-		case o.ID == nil:
-			w.progress.Finished++
-		case *o.State == k.States()[0]:
-			w.progress.Failed = append(w.progress.Failed, Failure{*o.ID, *o.Reason, *o.Error})
-		default:
-			left = append(left, all[o.Ref])
+		for _, o := range found {
+			switch {
+			case o.Discarded:
+				now.Discarded++
+			case o.ID == nil:
+				now.Finished++
+			case *o.State == k.States()[0]:
+				now.Failed = append(now.Failed, Failure{*o.ID, *o.Reason, *o.Error})
+			default:
+				left = append(left, all[o.Ref])
+			}
 		}
 	}
-	return left, err
+	now.Pending = len(left)
+	w.pending, w.progress = left, now
+	return now, nil
 }

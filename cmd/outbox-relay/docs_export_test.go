@@ -132,7 +132,7 @@ func (w *cliWriter) document(c *cobra.Command) {
 
 // warns finds what a reader has to know before the command runs, and what its exit status says.
 var warns = regexp.MustCompile(`\b(?:lost|lose|loss|twice|second time|(?:executed|made|run|handled|effect|last rows) again|` +
-	`not published|never (?:published|handled|for)|SKIPS|REPEATS|refuses a role|not limited|any topic|stored anyway|by hand|take effect|unencrypted|Effects|use a new topic|retention|[Ee]xit status)\b`)
+	`not published|never (?:published|handled|for)|SKIPS|REPEATS|refuses a role|not limited|any topic|stored anyway|by hand|take effect|unencrypted|Effects|use a new topic|retention|same keys|[Ee]xit status)\b`)
 
 // sentence is one of a help text, whose lines were joined.
 var sentence = regexp.MustCompile(`[^.]*(?:\.[^ .][^.]*|\.\.\.[^.]*)*\.(?: |$)`)

@@ -29,7 +29,9 @@ wait behind it, in order. An operator decides:
 			Use:   "list",
 			Short: "List dead rows, the newest first",
 			Long: `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or --id,
-lists rows behind others. Without --relay it lists rows of all relays.`,
+lists rows behind others. Without --relay it lists rows of all relays.
+
+--json has the same keys as for parked messages: what dead rows do not have is empty or null.`,
 		}),
 		newShow(s, held.Dead, &cobra.Command{
 			Use:   "show ID",
@@ -80,7 +82,9 @@ later messages of the key wait behind it, in order. An operator decides:
 			Use:   "list",
 			Short: "List parked messages, the newest first",
 			Long: `List parked messages, the newest first, with the number of messages behind each, and totals by reason. --reason behind,
-or --id, lists messages behind others.`,
+or --id, lists messages behind others.
+
+--json has the same keys as for dead rows: what parked messages do not have is empty or null.`,
 		}),
 		newShow(s, held.Parked, &cobra.Command{
 			Use:   "show ID",

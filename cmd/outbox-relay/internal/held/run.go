@@ -85,8 +85,9 @@ func (k Kind) Run(ctx context.Context, conn *pgx.Conn, schema string, o Order, r
 		for _, d := range result.Retrying {
 			report.Retrying = append(report.Retrying, d.ID)
 		}
-		wait.Add(result.Done)
-		wait.Add(result.Retrying)
+		if o.WaitMax > 0 {
+			wait.Add(slices.Concat(result.Done, result.Retrying))
+		}
 		step("%d of %s %s", report.Tried, human.Count(len(refs), k.Words().Row), o.Verb())
 	}
 	if o.WaitMax == 0 {

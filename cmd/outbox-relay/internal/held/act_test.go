@@ -16,6 +16,7 @@ import (
 func TestRetryHandsHeadsBack(t *testing.T) {
 	t.Parallel()
 	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
 		conn := connect(t, pgtest.Database(t))
 		refs := k.insert(t, conn, "a own held", "a behind behind", "b own retry", "- own held", "c behind behind", "d too_large held")
 		if k == parked {

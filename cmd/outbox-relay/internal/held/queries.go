@@ -119,8 +119,8 @@ ORDER BY d.seq, d.relay FOR UPDATE OF d`
 ORDER BY d.seq FOR UPDATE OF d`
 )
 
-// fromSubjects are locked rows that are to be changed, and recorded does what the statement says of
-// those that were.
+// fromSubjects are the locked rows to change, each with what is recorded about it. recorded writes
+// one action for each row that was changed, in the same statement.
 const (
 	fromSubjects = `unnest($1::text[], $2::bigint[], $3::jsonb[]) AS s (relay, seq, subject)`
 	recorded     = `

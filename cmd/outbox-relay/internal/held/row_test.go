@@ -17,6 +17,7 @@ import (
 func TestFiltersNarrow(t *testing.T) {
 	t.Parallel()
 	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
 		conn := connect(t, pgtest.Database(t))
 		refs := k.insert(t, conn, "a own held", "a behind behind", "b too_large held", "- own retry", "c behind behind")
 		of, other := "default", held.Filter{Relay: to("other")}
@@ -93,6 +94,7 @@ func TestFindTakesWhatAPersonHas(t *testing.T) {
 func TestShowHasEverything(t *testing.T) {
 	t.Parallel()
 	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
 		conn := connect(t, pgtest.Database(t))
 		refs := k.insert(t, conn, slices.Insert(slices.Repeat([]string{"a behind behind"}, 21), 0, "a own held")...)
 		for range 21 {

@@ -32,6 +32,7 @@ func TestActionsAreWrittenDown(t *testing.T) {
 		},
 	}
 	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
 		conn := connect(t, pgtest.Database(t))
 		places := k.insert(t, conn, "a own held", "a behind behind", "- own held", "b own held", "c own held")
 		exec(t, conn, `UPDATE `+k.relation+` SET key = '\x00ff' WHERE key = 'b'`)
@@ -81,6 +82,7 @@ func TestActionsAreWrittenDown(t *testing.T) {
 func TestDeadlockIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
 		address := pgtest.Database(t)
 		first, program, command, look := connect(t, address), connect(t, address), connect(t, address), connect(t, address)
 		exec(t, program, "SET deadlock_timeout = '1h'") // the command is the one that looks for it
@@ -126,6 +128,7 @@ func TestWaitTellsWhatBecameOfEach(t *testing.T) {
 			SELECT consumer, gen_random_uuid(), topic, partition, 99, key, 'behind', '', 'behind' FROM effectonce.parked_messages WHERE seq = 1`,
 	}
 	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
 		conn := connect(t, pgtest.Database(t))
 		places := k.insert(t, conn, "a own held", "a behind behind", "b own held", "c own held", "c behind behind", "- own held", "e own held")
 		wait := &held.Wait{}

@@ -48,7 +48,7 @@ func newActionsList(s *cli.Settings) *cobra.Command {
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
-	cli.AddInt(cmd.Flags(), &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
+	cli.AddInt(cmd.Flags(), &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
 	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }

@@ -41,7 +41,7 @@ func (o *consumerOrder) add(cmd *cobra.Command, why string) {
 	flags := cmd.Flags()
 	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
 	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
-	o.addWho(cmd, why)
+	addBy(cmd, &o.By, &o.asJSON, why)
 	cli.CommandLineOnly(flags, "group", "topic")
 }
 
@@ -60,18 +60,9 @@ func (o *consumerOrder) Validate() error {
 	return errors.Join(problems...)
 }
 
-func (o *consumerOrder) addWho(cmd *cobra.Command, why string) {
-	cli.AddText(cmd.Flags(), "why", 2048, why, func(text string) error { o.Why = text; return nil })
-	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { o.Who = text; return nil })
-	cli.AddJSON(cmd, &o.asJSON)
-	cli.CommandLineOnly(cmd.Flags(), "why")
-}
-
 func (o *consumerOrder) by() operator.By {
 	by := o.By
-	if by.Who == "" {
-		by.Who = whoami()
-	}
+	sign(&by)
 	if by.Why == "" {
 		by.Why = "by hand"
 	}
@@ -185,7 +176,7 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
-	o.addWho(cmd, "reason; required with --set")
+	addBy(cmd, &o.By, &o.asJSON, "reason; required with --set")
 	cli.CommandLineOnly(cmd.Flags(), "set")
 	s.Check(cmd, func() error {
 		if rule != "" && o.Why == "" {

@@ -239,7 +239,7 @@ func events(x *inspect.Explanation) (all []event) {
 	}
 	for i := range x.Parked {
 		m := &x.Parked[i]
-		add(m.ParkedAt, "parked", "by %s at %s after %s: %s: %s; %s", consumerText(m.Consumer), m.At(), human.Count(m.Attempts, "attempt"), m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
+		add(m.HeldAt, "parked", "by %s at %s after %s: %s: %s; %s", consumerText(m.Consumer), m.At(), human.Count(m.Attempts, "attempt"), m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
 	}
 	for _, c := range x.Children {
 		add(c.CreatedAt, "child", "id %s, %s", c.ID, rowText(c))

@@ -79,7 +79,7 @@ the cursor for --after.`,
 	cli.AddOneOf(flags, &state, "state", "state", keyStates())
 	addPlace(flags, &filter.Scope, &filter.Operation)
 	cli.AddAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
-	cli.AddInt(flags, &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
+	cli.AddInt(flags, &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
 	cli.AddText(flags, "after", 4096, "continue behind this cursor of an earlier list", func(text string) error {
 		filter.After = &keys.Cursor{}
 		return filter.After.UnmarshalText([]byte(text))

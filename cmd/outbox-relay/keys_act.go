@@ -34,10 +34,7 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context
 	var by operator.By
 	var asJSON bool
 	k.on(cmd)
-	cli.AddText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
-	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	cli.AddJSON(cmd, &asJSON)
-	cli.CommandLineOnly(cmd.Flags(), "why")
+	addBy(cmd, &by, &asJSON, "reason; required")
 	s.Check(cmd, func() error {
 		if by.Why == "" {
 			return errors.New("--why is missing: say how you know")
@@ -45,9 +42,7 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context
 		return nil
 	})
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		if by.Who == "" {
-			by.Who = whoami()
-		}
+		sign(&by)
 		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 			row, err := k.one(ctx, pool, s.Schema)
 			if err != nil {

@@ -99,9 +99,7 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if by.Who == "" {
-				by.Who = whoami()
-			}
+			sign(&by)
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				gone, err := relays.Delete(ctx, pool, s.Schema, args[0], by)
 				if err != nil {
@@ -115,10 +113,7 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
-	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	cli.AddJSON(cmd, &asJSON)
-	cli.CommandLineOnly(cmd.Flags(), "why")
+	addBy(cmd, &by, &asJSON, "reason; required")
 	s.Check(cmd, func() error {
 		if by.Why == "" {
 			return errors.New("--why is missing: say why the relay is deleted")

@@ -38,9 +38,7 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
   outbox-relay repair --why "upgrade by logical replication"`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if by.Who == "" {
-				by.Who = whoami()
-			}
+			sign(&by)
 			limit := time.Hour // a repair of many rows takes long
 			if dryRun {
 				limit = cli.ChangeMax
@@ -54,10 +52,7 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
 		},
 	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what is wrong")
-	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
-	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	cli.AddJSON(cmd, &asJSON)
-	cli.CommandLineOnly(cmd.Flags(), "why")
+	addBy(cmd, &by, &asJSON, "reason")
 	return cmd
 }
 

@@ -87,9 +87,7 @@ func addBound(flags *pflag.FlagSet, name, usage string, target *replay.Bound) {
 }
 
 func runReplay(ctx context.Context, s *cli.Settings, opts replay.Options, asJSON bool, out, progress io.Writer) error {
-	if opts.By.Who == "" {
-		opts.By.Who = whoami()
-	}
+	sign(&opts.By)
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		screen := terminal.NewScreen(progress)
 		if screen.Overwrites() {

@@ -38,9 +38,7 @@ positions" shows the shards.`,
 			if err != nil || number < 1 || number > shardsMax {
 				return usageError{fmt.Errorf("number of shards %q: want 1 to %d", args[0], shardsMax)}
 			}
-			if by.Who == "" {
-				by.Who = whoami()
-			}
+			sign(&by)
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				before, err := relay.SetShards(ctx, pool, relayOperator(s, by), int16(number))
 				switch {
@@ -59,9 +57,6 @@ positions" shows the shards.`,
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
-	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	cli.AddJSON(cmd, &asJSON)
-	cli.CommandLineOnly(cmd.Flags(), "why")
+	addBy(cmd, &by, &asJSON, "reason")
 	return cmd
 }

@@ -44,17 +44,12 @@ type topicsChange struct {
 
 func (c *topicsChange) add(cmd *cobra.Command) {
 	c.by.Why = "by hand"
-	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { c.by.Why = text; return nil })
-	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { c.by.Who = text; return nil })
-	cli.AddJSON(cmd, &c.asJSON)
-	cli.CommandLineOnly(cmd.Flags(), "why")
+	addBy(cmd, &c.by, &c.asJSON, "reason")
 }
 
 // run runs a change on the schema, as the operator. The time limit includes wait.
 func (c *topicsChange) run(ctx context.Context, s *cli.Settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
-	if c.by.Who == "" {
-		c.by.Who = whoami()
-	}
+	sign(&c.by)
 	return s.OnSchemaFor(ctx, cli.ChangeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
 		if err := knowsRelay(ctx, s, pool); err != nil {
 			return err

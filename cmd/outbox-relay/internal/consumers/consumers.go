@@ -11,11 +11,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -48,18 +48,9 @@ func collect[T any](ctx context.Context, db operator.Querier, what, sql string, 
 	return all, nil
 }
 
-// order runs work in a transaction that does not block consumers for long. An error means that
-// nothing was changed, unless the connection broke during COMMIT; it is safe to repeat an order.
+// order runs work in a transaction: see operator.Change.
 func order(ctx context.Context, db operator.Beginner, what string, work func(tx pgx.Tx) error) error {
-	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
-		if _, err := operator.Limit(ctx, tx); err != nil {
-			return err
-		}
-		return work(tx)
-	})
-	if pgerr.LockConflict(err) {
-		err = fmt.Errorf("%w (%s)", operator.ErrBusy, pgerr.State(err))
-	}
+	err := operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) error { return work(tx) })
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}

@@ -11,10 +11,10 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 )
 
 // Explanation is everything that is known about a message.
@@ -36,11 +36,11 @@ type Explanation struct {
 	// Passed are consumers whose position is past a record, and that have no claim of it. They
 	// handled it, or parked it and an operator decided, and forgot the claim when its window was
 	// over. Consumers that deduplicate by position keep no claims.
-	Passed   []Passed              `json:"passed"`
-	Attempts []Attempt             `json:"attempts"`
-	Parked   []queue.ParkedMessage `json:"parked"`
-	Children []Row                 `json:"children"` // what its handlers published into this outbox
-	Actions  []operator.Action     `json:"actions"`
+	Passed   []Passed          `json:"passed"`
+	Attempts []Attempt         `json:"attempts"`
+	Parked   []held.Row        `json:"parked"`
+	Children []Row             `json:"children"` // what its handlers published into this outbox
+	Actions  []operator.Action `json:"actions"`
 	// KafkaError is why topics could not be searched, or not to their end. Empty: they were
 	// searched, or there are no brokers to ask.
 	KafkaError string `json:"kafka_error"`

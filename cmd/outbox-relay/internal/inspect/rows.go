@@ -12,8 +12,8 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -163,7 +163,7 @@ func (e *explainer) readConsumers(ctx context.Context) error {
 	if err != nil || len(seqs) == 0 {
 		return wrap("read parked messages", err)
 	}
-	e.out.Parked, err = queue.Parked(e.Schema).List(ctx, e.db, queue.ParkedFilter{Seqs: seqs, Behind: true}, len(seqs))
+	e.out.Parked, err = held.Parked.List(ctx, e.db, e.Schema, held.Filter{Seqs: seqs, Behind: true}, len(seqs))
 	for _, m := range e.out.Parked {
 		e.names.ids[m.ID] = true // if only its place was known
 	}
@@ -239,7 +239,7 @@ func (e *explainer) readPassed(ctx context.Context) error {
 		}
 		for _, p := range found {
 			claimed := slices.ContainsFunc(e.out.Claims, func(c Claim) bool { return c.Consumer == p.Consumer })
-			waits := slices.ContainsFunc(e.out.Parked, func(m queue.ParkedMessage) bool { return m.Consumer == p.Consumer }) ||
+			waits := slices.ContainsFunc(e.out.Parked, func(m held.Row) bool { return m.Consumer == p.Consumer }) ||
 				slices.ContainsFunc(e.out.Attempts, func(a Attempt) bool { return a.Consumer == p.Consumer })
 			if !claimed && !waits {
 				e.out.Passed = append(e.out.Passed, p)

@@ -5,11 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // RefusedError means that the requested action does not apply to the key in its state. Nothing was
@@ -73,13 +73,7 @@ type change struct {
 // act runs one transaction: it locks the key, lets the database decide, and records the action.
 func (c change) act(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
 	var was, now Row
-	// Read committed, whatever the role's default: the statements after the lock have to see what
-	// committed before it.
-	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
-		if _, err := operator.Limit(ctx, tx); err != nil {
-			return err
-		}
-		var err error
+	err := operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) (err error) {
 		if was, err = lock(ctx, tx, schema, place); err != nil {
 			return err
 		}
@@ -101,9 +95,6 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 		now, err = lock(ctx, tx, schema, place)
 		return err
 	})
-	if pgerr.LockConflict(err) {
-		err = fmt.Errorf("%w (%s)", operator.ErrBusy, pgerr.State(err))
-	}
 	if err != nil {
 		return nil, fmt.Errorf("%s of scope %q (%s): %w", place.Operation, place.Scope, was.Mark, err)
 	}

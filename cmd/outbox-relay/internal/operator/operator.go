@@ -1,13 +1,16 @@
 // Package operator has what every command of an operator uses: who acts ([By]), the connection, the
-// limits of its transaction ([Limit]), and the record of what was done ([Actions]).
+// transaction of a change ([Change]), and the record of what was done ([Actions]).
 package operator
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // By is who acts, and why. Both are stored forever, unchanged: Who has 1 to 255 bytes, Why 1 to
@@ -29,8 +32,29 @@ type Querier interface {
 // 30 s. The call that returns it changed nothing and can be repeated.
 var ErrBusy = errors.New("another program or operator works on them: try again")
 
-// Limit bounds how long a transaction may block others. It returns when the transaction began, by
-// the database's clock.
-func Limit(ctx context.Context, tx pgx.Tx) (began time.Time, err error) {
-	return began, tx.QueryRow(ctx, settingsSQL).Scan(&began, nil, nil, nil, nil)
+// deadlocksMax bounds how often a transaction is repeated after a deadlock.
+const deadlocksMax = 5
+
+// Change runs work in a transaction that does not block others for long, and repeats it after a
+// deadlock. work gets the time at which the transaction began, by the database's clock. An error
+// means that nothing was changed, unless the connection broke during COMMIT; it is safe to repeat.
+func Change(ctx context.Context, db Beginner, work func(tx pgx.Tx, began time.Time) error) error {
+	for deadlocks := 0; ; deadlocks++ {
+		// Read committed, whatever the role's default: each statement has to see what the locks
+		// waited for.
+		err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+			var began time.Time
+			if err := tx.QueryRow(ctx, settingsSQL).Scan(&began, nil, nil, nil, nil); err != nil {
+				return err
+			}
+			return work(tx, began)
+		})
+		switch {
+		case pgerr.Is(err, pgerr.Deadlock) && deadlocks < deadlocksMax:
+		case pgerr.LockConflict(err):
+			return fmt.Errorf("%w (%s)", ErrBusy, pgerr.State(err))
+		default:
+			return err
+		}
+	}
 }

@@ -1,4 +1,4 @@
-package queue_test
+package held_test
 
 import (
 	"context"
@@ -17,8 +17,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -122,16 +122,16 @@ func operateDead(ctx context.Context, conn *pgx.Conn, random *rand.Rand) error {
 		_, err := conn.Exec(ctx, mendDeadSQL, 1+random.IntN(3))
 		return ignoreDeadlock(err)
 	}
-	places, err := dead.Targets(ctx, conn, queue.DeadFilter{}, 1+random.IntN(8))
+	places, err := dead.Targets(ctx, conn, schema, held.Filter{}, 1+random.IntN(8))
 	if err != nil {
 		return err
 	}
 	random.Shuffle(len(places), func(i, j int) { places[i], places[j] = places[j], places[i] })
 	if random.IntN(2) == 0 {
-		_, err = dead.Retry(ctx, conn, ana, places)
+		_, err = dead.Act(ctx, conn, schema, retry, places)
 		return err
 	}
-	_, err = dead.Discard(ctx, conn, ana, places[:min(len(places), 2)], random.IntN(20) == 0)
+	_, err = dead.Act(ctx, conn, schema, held.Order{By: ana, Discard: true, WholeKeys: random.IntN(20) == 0}, places[:min(len(places), 2)])
 	return err
 }
 

@@ -1,4 +1,4 @@
-package queue_test
+package held_test
 
 import (
 	"os"
@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -92,19 +93,26 @@ func TestParkedDocumentedSQLDoesTheSame(t *testing.T) {
 	require.Len(t, sql, 2)
 	rows := []string{"a failed parked", "a behind behind", "b too_large parked", "- failed retry"}
 	const named = "UPDATE effectonce.parked_messages SET message_id = effectonce.message_id('orders', 'order-4711') WHERE \"offset\" = 1"
-	for i, act := range []func(*testing.T, string){
-		func(t *testing.T, address string) { t.Helper(); parked.retry(t, connect(t, address), 1, 2, 3, 4) },
-		func(t *testing.T, address string) { t.Helper(); parked.discard(t, connect(t, address), false, 1) },
+	for i, act := range []func(*testing.T, string, []held.Ref){
+		func(t *testing.T, address string, refs []held.Ref) {
+			t.Helper()
+			parked.act(t, connect(t, address), retry, refs...)
+		},
+		func(t *testing.T, address string, refs []held.Ref) {
+			t.Helper()
+			parked.act(t, connect(t, address), discard, refs[0])
+		},
 	} {
 		plain, command := pgtest.Database(t), pgtest.Database(t)
+		var refs []held.Ref
 		for _, address := range []string{plain, command} {
-			parked.insert(t, connect(t, address), rows...)
+			refs = parked.insert(t, connect(t, address), rows...)
 			exec(t, connect(t, address), named)
 		}
 		before := parked.left(t, connect(t, plain))
 		exec(t, connect(t, plain), sql[i])
 		exec(t, connect(t, plain), mendParkedSQL)
-		act(t, command)
+		act(t, command, refs)
 		after := parked.left(t, connect(t, command))
 		assert.NotEqual(t, before, after)
 		assert.Equal(t, after, parked.left(t, connect(t, plain)), sql[i])

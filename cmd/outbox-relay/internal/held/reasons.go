@@ -1,10 +1,13 @@
-package queue
+package held
 
 // ReasonTooLarge is the only reason of a parked message without a payload.
 const ReasonTooLarge = "too_large"
 
 // Advice is what a reason means and what to do about it; docs/runbook.md has more.
-type Advice struct{ What, Do string }
+type Advice struct {
+	What string `json:"what"`
+	Do   string `json:"do"`
+}
 
 type reason struct {
 	name string
@@ -12,17 +15,16 @@ type reason struct {
 }
 
 // Reasons returns all reasons that the schema knows.
-func (t *Table[P, R, F]) Reasons() []string {
-	names := make([]string, len(t.reasons))
-	for i, r := range t.reasons {
-		names[i] = r.name
+func (k Kind) Reasons() (names []string) {
+	for _, r := range k.reasons() {
+		names = append(names, r.name)
 	}
 	return names
 }
 
 // Advice returns the advice for a reason.
-func (t *Table[P, R, F]) Advice(name string) Advice {
-	for _, r := range t.reasons {
+func (k Kind) Advice(name string) Advice {
+	for _, r := range k.reasons() {
 		if r.name == name {
 			return r.Advice
 		}
@@ -30,20 +32,19 @@ func (t *Table[P, R, F]) Advice(name string) Advice {
 	return Advice{"a newer version of the schema has this reason", "see its documentation"}
 }
 
-func deadReasons() []reason {
-	return []reason{
-		{"unknown_topic", Advice{"the topic does not exist", "create the topic: its rows are then published automatically; if its name is a mistake, discard"}},
-		{"not_authorized", Advice{"the relay may not use the topic", "grant the relay DESCRIBE and WRITE on the topic: its rows are then published automatically; if its name is a mistake, discard"}},
-		{"too_large", Advice{"the record is larger than the topic's max.message.bytes", "raise max.message.bytes of the topic, then retry; else discard, and let its writer publish a reference to the body"}},
-		{"refused", Advice{"Kafka refused the record", "correct what the error names (a policy of the topic), then retry; else discard"}},
-		{"bad_headers", Advice{"the column headers is not in the documented form", "fix the column headers of its row in outbox_dead, then retry: the row keeps its place in the order; else discard"}},
-		{"bad_partition", Advice{"the partition that the row asks for does not exist, or is not a number", "add partitions to the topic, or correct the header effectonce-partition of its row in outbox_dead, then retry; else discard"}},
-		{"paused", Advice{"its topic is paused", "resume the topic: its rows are then published automatically, in order"}},
-		{"behind", Advice{"an earlier row of its key is dead", "nothing: it follows when the first one is retried or discarded"}},
+func (k Kind) reasons() []reason {
+	if k == Dead {
+		return []reason{
+			{"unknown_topic", Advice{"the topic does not exist", "create the topic: its rows are then published automatically; if its name is a mistake, discard"}},
+			{"not_authorized", Advice{"the relay may not use the topic", "grant the relay DESCRIBE and WRITE on the topic: its rows are then published automatically; if its name is a mistake, discard"}},
+			{"too_large", Advice{"the record is larger than the topic's max.message.bytes", "raise max.message.bytes of the topic, then retry; else discard, and let its writer publish a reference to the body"}},
+			{"refused", Advice{"Kafka refused the record", "correct what the error names (a policy of the topic), then retry; else discard"}},
+			{"bad_headers", Advice{"the column headers is not in the documented form", "fix the column headers of its row in outbox_dead, then retry: the row keeps its place in the order; else discard"}},
+			{"bad_partition", Advice{"the partition that the row asks for does not exist, or is not a number", "add partitions to the topic, or correct the header effectonce-partition of its row in outbox_dead, then retry; else discard"}},
+			{"paused", Advice{"its topic is paused", "resume the topic: its rows are then published automatically, in order"}},
+			{"behind", Advice{"an earlier row of its key is dead", "nothing: it follows when the first one is retried or discarded"}},
+		}
 	}
-}
-
-func parkedReasons() []reason {
 	return []reason{
 		{"failed", Advice{"the handler failed at every attempt", "fix what the error names, then retry"}},
 		{"permanent", Advice{"the handler, or the SQLSTATE, says that a retry cannot succeed", "fix the data or deploy a handler that accepts it, then retry; else discard"}},

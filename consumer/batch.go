@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -343,7 +344,8 @@ func (e *engine) commitFailure(t *tx, s *selection, err error, done, published, 
 		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, err))
 	case code == "", done >= all-1:
 		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have succeeded
-	case done < published && slices.Contains([]string{"22", "23", "54"}, code[:2]):
+	case done < published && (slices.Contains([]string{"22", "23", "54", "P0"}, code[:2]) || code == pgerr.InsufficientPrivilege):
+		// What a handler published: a value, or a topic that a policy or a trigger refuses.
 		f.origin, f.index = originStatement, s.place(t.publisher(done))
 	}
 	return f

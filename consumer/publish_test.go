@@ -227,3 +227,29 @@ func TestCallKeysAreOfTheConsumer(t *testing.T) {
 	}
 	require.ElementsMatch(t, want, h.values())
 }
+
+// Property: a message whose handler publishes what the outbox refuses, by a policy of a topic or a
+// trigger, is parked after its attempts; the others have their effects.
+func TestRefusedTopicCostsOnlyItsMessage(t *testing.T) {
+	t.Parallel()
+	for _, state := range []string{"42501", "P0001", "23514"} {
+		t.Run(state, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.exec(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not this topic' USING ERRCODE = '` + state + `'; END $$;
+				CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW WHEN (NEW.topic = 'secret') EXECUTE FUNCTION refuse()`)
+			h.produceAll("a", "secret", "b")
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if err := outbox.Publish(ctx, tx, outbox.Message{Topic: string(msg.Value)}); err != nil {
+					return err
+				}
+				return effect(ctx, tx, msg)
+			}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax = 2, 1 })
+			h.wait("position", func() bool { return h.position() == 3 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a", "b"}, h.values())
+			require.Equal(t, []string{"secret failed parked"}, h.parked())
+			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.outbox`))
+		})
+	}
+}

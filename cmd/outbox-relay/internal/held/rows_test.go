@@ -1,12 +1,18 @@
 package held_test
 
 import (
+	"os"
+	"regexp"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
@@ -147,3 +153,226 @@ func TestProgramInTheMiddleWins(t *testing.T) {
 		})
 	}
 }
+
+// Each filter selects only what it names, and only heads unless the rows behind them are requested.
+func TestFiltersNarrow(t *testing.T) {
+	t.Parallel()
+	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
+		conn := connect(t, pgtest.Database(t))
+		refs := k.insert(t, conn, "a own held", "a behind behind", "b too_large held", "- own retry", "c behind behind")
+		of, other := "default", held.Filter{Relay: to("other")}
+		if k == parked {
+			of, other = "billing/orders", held.Filter{Group: to("audit"), Consumer: to("audit/payments")}
+			exec(t, conn, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('audit/payments', 'audit', '{payments}')")
+			exec(t, conn, `UPDATE effectonce.parked_messages SET topic = 'payments', consumer = (SELECT id FROM effectonce.consumers WHERE consumer_group = 'audit') WHERE seq = 3`)
+		} else {
+			exec(t, conn, "UPDATE effectonce.outbox_dead SET topic = 'payments', relay = 'other' WHERE seq = 3")
+		}
+		exec(t, conn, "UPDATE "+k.relation+" SET "+k.since+" = clock_timestamp() - interval '2 hours' WHERE seq = 4")
+		for name, c := range map[string]struct {
+			filter held.Filter
+			want   []int64
+		}{
+			"none":           {held.Filter{}, []int64{1, 3, 4, 5}},
+			"behind too":     {held.Filter{Behind: true}, []int64{1, 2, 3, 4, 5}},
+			"other key":      {held.Filter{Key: human.Key{}}, nil},
+			"seqs":           {held.Filter{Seqs: []int64{1, 2}}, []int64{1}},
+			"no seqs at all": {held.Filter{Seqs: []int64{}}, nil},
+			"two at once":    {held.Filter{Reason: to(k.own), OlderThan: to(time.Hour)}, []int64{4}},
+			"of another":     {other, []int64{3}},
+		} {
+			assert.Equal(t, c.want, k.numbers(t, conn, c.filter), name)
+		}
+
+		found, err := k.List(t.Context(), conn, schema, held.Filter{Behind: true}, 100)
+		require.NoError(t, err)
+		first, behind := found[4], found[3]
+		assert.Equal(t, refs[0], first.Ref)
+		assert.Equal(t, int64(1), first.Behind)
+		assert.Nil(t, first.Head)
+		assert.Equal(t, first.ID, *behind.Head)
+		assert.Nil(t, found[0].Head, "it has lost its head")
+		assert.Equal(t, k == parked, found[1].RetryInSeconds != nil)
+		assert.Nil(t, first.RetryInSeconds)
+		assert.Equal(t, map[kind]string{dead: "seq 1", parked: "orders/0/1"}[k], first.At())
+		totals, err := k.Totals(t.Context(), conn, schema, held.Filter{Topic: to("orders")})
+		require.NoError(t, err)
+		assert.Equal(t, []held.Total{{of, "behind", 2, 0, 0}, {of, k.own, 2, 1, 1}}, totals)
+	})
+}
+
+// A message is found by what a person knows of it: the ID in the log, the ID that the producer
+// gave, or the record's place in Kafka.
+func TestFindTakesWhatAPersonHas(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	parked.insert(t, conn, "a failed parked", "b failed parked", "c failed parked", "d failed parked")
+	exec(t, conn, "UPDATE effectonce.parked_messages SET message_id = effectonce.message_id('orders', 'order-4711') WHERE seq = $1", 2)
+	exec(t, conn, "UPDATE effectonce.parked_messages SET message_id = effectonce.message_id('', '01ARZ3NDEKTSV4RRFFQ69G5FAV') WHERE seq = $1", 3)
+	const v4 = "0b3d4a52-0c63-4f0e-8a1f-6d1df8e6b9a5"
+	exec(t, conn, "UPDATE effectonce.parked_messages SET message_id = effectonce.message_id('orders', $2) WHERE seq = $1", 4, v4)
+	found := func(text string) []int64 {
+		filter := held.Filter{Name: text}
+		require.NoError(t, filter.Find(t.Context(), conn, schema))
+		return filter.Seqs
+	}
+	for text, want := range map[string]int64{
+		"00000000-0000-0000-0000-000000000001": 1,
+		"orders/0/1":                           1,
+		"order-4711":                           2,
+		"01arz3ndektsv4rrffq69g5fav":           3,
+		v4:                                     4,
+	} {
+		assert.Equal(t, []int64{want}, found(text), text)
+	}
+	for _, text := range []string{"order-4712", "orders/1/1", "orders/0/x", "payments/0/1", "'; --"} {
+		assert.Equal(t, []int64{}, found(text), text)
+	}
+}
+
+// Everything about a row is shown; of long columns only a part.
+func TestShowHasEverything(t *testing.T) {
+	t.Parallel()
+	ofBoth(t, func(t *testing.T, k kind) {
+		t.Helper()
+		conn := connect(t, pgtest.Database(t))
+		refs := k.insert(t, conn, slices.Insert(slices.Repeat([]string{"a behind behind"}, 21), 0, "a own held")...)
+		for range 21 {
+			k.act(t, conn, retry, refs[0])
+			exec(t, conn, "UPDATE "+k.relation+" SET state = $1 WHERE state = 'retry'", k.held)
+		}
+		d, err := k.Show(t.Context(), conn, schema, refs[0], 3)
+		require.NoError(t, err)
+		assert.Equal(t, "pay", string(d.Payload))
+		assert.Equal(t, int64(9), *d.PayloadBytes)
+		assert.JSONEq(t, `{"type": "order"}`, string(d.Headers))
+		assert.Equal(t, int64(21), d.Behind)
+		require.Len(t, d.Next, 20)
+		assert.Equal(t, refs[1], d.Next[0].Ref)
+		assert.Len(t, d.Actions, 20)
+		_, err = k.Show(t.Context(), conn, schema, held.Ref{Relay: "other", Seq: 1}, 3)
+		require.ErrorIs(t, err, held.ErrNotFound)
+	})
+}
+
+func runbook(t *testing.T) string {
+	t.Helper()
+	text, err := os.ReadFile("../../../../docs/runbook.md")
+	require.NoError(t, err)
+	return string(text)
+}
+
+// sections returns the sections of docs/runbook.md by title.
+func sections(t *testing.T) map[string]string {
+	t.Helper()
+	byTitle := map[string]string{}
+	for _, section := range regexp.MustCompile(`(?m)^##+ `).Split(runbook(t), -1) {
+		title, body, _ := strings.Cut(section, "\n")
+		byTitle[title] = body
+	}
+	return byTitle
+}
+
+// statements returns the SQL of a section.
+func statements(section string) (all []string) {
+	for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllStringSubmatch(section, -1) {
+		all = append(all, block[1])
+	}
+	return all
+}
+
+// The documentation for operators has every reason, and its SQL does what it says: a row is fixed
+// in its place, what is held is retried, only what is held is discarded, and a row that is too
+// large is refused.
+func TestDeadDocumentedSQLDoesWhatItSays(t *testing.T) {
+	t.Parallel()
+	_, section, found := strings.Cut(runbook(t), "\n## Dead rows\n")
+	require.True(t, found)
+	section, _, _ = strings.Cut(section, "\n## ")
+	for _, reason := range dead.Reasons() {
+		assert.Contains(t, section, "\n| `"+reason+"` | ")
+	}
+	blocks := statements(section)
+	require.Len(t, blocks, 2)
+	steps := strings.SplitAfter(strings.TrimSpace(blocks[0]), ";\n")
+	require.Len(t, steps, 3)
+
+	conn := connect(t, pgtest.Database(t))
+	dead.insert(t, conn, "a bad_headers held", "a behind behind", "b refused retry")
+	exec(t, conn, "UPDATE effectonce.outbox_dead SET seq = seq + 4710")
+	exec(t, conn, steps[0])
+	var mended int
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_dead WHERE headers ? 'trace'").Scan(&mended))
+	assert.Equal(t, 1, mended)
+	exec(t, conn, steps[1])
+	assert.Equal(t, []string{"4711 bad_headers retry", "4712 behind behind", "4713 refused retry"}, dead.left(t, conn))
+	exec(t, conn, steps[2])
+	assert.Len(t, dead.left(t, conn), 3, "the relay may be publishing it")
+	exec(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 4711")
+	exec(t, conn, steps[2])
+	assert.Equal(t, []string{"4712 behind behind", "4713 refused retry"}, dead.left(t, conn))
+
+	exec(t, conn, blocks[1])
+	const insert = "INSERT INTO effectonce.outbox (topic, payload) SELECT 't', convert_to(repeat('x', $1), 'UTF8')"
+	exec(t, conn, insert, 999_000)
+	_, err := conn.Exec(t.Context(), insert, 1_000_000)
+	require.ErrorContains(t, err, "outbox_record_is_too_large")
+}
+
+// Every reason has its paragraph in the documentation for operators, with something to do.
+func TestEveryParkedReasonIsDocumented(t *testing.T) {
+	t.Parallel()
+	titled := sections(t)
+	for _, reason := range parked.Reasons() {
+		assert.Regexp(t, `(?i)retry|retried|discard`, titled[reason], "docs/runbook.md, section %q", reason)
+	}
+}
+
+// The documented SQL does what the commands do; what the consumers add of themselves is added here.
+func TestParkedDocumentedSQLDoesTheSame(t *testing.T) {
+	t.Parallel()
+	sql := statements(sections(t)["With plain SQL"])
+	require.Len(t, sql, 2)
+	rows := []string{"a failed parked", "a behind behind", "b too_large parked", "- failed retry"}
+	const named = "UPDATE effectonce.parked_messages SET message_id = effectonce.message_id('orders', 'order-4711') WHERE \"offset\" = 1"
+	for i, act := range []func(*testing.T, string, []held.Ref){
+		func(t *testing.T, address string, refs []held.Ref) {
+			t.Helper()
+			parked.act(t, connect(t, address), retry, refs...)
+		},
+		func(t *testing.T, address string, refs []held.Ref) {
+			t.Helper()
+			parked.act(t, connect(t, address), discard, refs[0])
+		},
+	} {
+		plain, command := pgtest.Database(t), pgtest.Database(t)
+		var refs []held.Ref
+		for _, address := range []string{plain, command} {
+			refs = parked.insert(t, connect(t, address), rows...)
+			exec(t, connect(t, address), named)
+		}
+		before := parked.left(t, connect(t, plain))
+		exec(t, connect(t, plain), sql[i])
+		exec(t, connect(t, plain), mendParkedSQL)
+		act(t, command, refs)
+		after := parked.left(t, connect(t, command))
+		assert.NotEqual(t, before, after)
+		assert.Equal(t, after, parked.left(t, connect(t, plain)), sql[i])
+	}
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('billing-old', 't', 0)")
+	forget := statements(sections(t)["A group that is gone holds retention back"])
+	require.Len(t, forget, 1)
+	exec(t, conn, forget[0])
+	var positions, written int
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT (SELECT count(*) FROM effectonce.consumer_positions), (SELECT count(*) FROM effectonce.operator_actions)").Scan(&positions, &written))
+	assert.Zero(t, positions)
+	assert.Equal(t, 1, written)
+}
+
+// mendParkedSQL is what a consumer does at its next takeover.
+const mendParkedSQL = `
+UPDATE effectonce.parked_messages p SET state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END
+FROM (SELECT DISTINCT ON (key) seq FROM effectonce.parked_messages WHERE key IS NOT NULL ORDER BY key, seq) first
+WHERE p.seq = first.seq AND p.state = 'behind'`

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -141,9 +140,7 @@ func TestDeadRowsOutliveACrash(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, server.Stop(context.WithoutCancel(ctx))) })
 	pgtest.Migrate(t, server.URL)
-	pool, err := pgxpool.New(ctx, server.URL)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := poolAt(t, server.URL)
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('missing', 'a', '1'), ('orders', 'b', '2'), ('missing', 'c', '3'), ('orders', 'd', '4'), ('orders', 'e', '5')`)
 	var buried atomic.Int64

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -176,13 +175,10 @@ func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	})
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
+	stop := starts(t, r)
 	insert(t, pool, "orders", "k", "1")
 	<-silent
-	stop()
-	require.NoError(t, testwait.Chan(t, "the relay stops without the broker's answer", done))
+	stop() // without the broker's answer
 }
 
 // overtaken lets a write of progress commit between the snapshot of a page and the return of its
@@ -237,12 +233,8 @@ func (o *overtaken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.
 // number that the write knows, is still published. Row O2 of guarantees.md.
 func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, nil) // where no other test's transaction ends
-	pgtest.Migrate(t, cluster.URL)
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
-	pool, err := pgxpool.New(ctx, cluster.URL)
-	require.NoError(t, err)
-	defer pool.Close()
+	_, pool := ownCluster(t, nil)
 
 	const rows = 20 // more than those after which a poll begins with a probe of the snapshot
 	tracer := &overtaken{read: make(chan struct{}), write: make(chan struct{}), arrive: make(chan struct{})}
@@ -325,12 +317,9 @@ func TestTicksAreDurable(t *testing.T) {
 				CREATE TRIGGER look AFTER INSERT ON effectonce.outbox_ticks FOR EACH ROW EXECUTE FUNCTION look()`)
 			config := owner.Config()
 			config.ConnConfig.RuntimeParams["synchronous_commit"] = setting
-			pool, err := pgxpool.NewWithConfig(t.Context(), config)
-			require.NoError(t, err)
-			t.Cleanup(pool.Close)
-			r := newRelay(t, pool, relay.Config{})
+			r := newRelay(t, pgtest.PoolOf(t, config), relay.Config{})
 			for range 3 {
-				insert(t, pool, topic, "k", "v")
+				insert(t, owner, topic, "k", "v")
 				require.EqualValues(t, 1, drain(t, r))
 			}
 			require.Positive(t, one[int](t, owner, `SELECT count(*) FROM saw`))

@@ -273,23 +273,12 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 	if testing.Short() {
 		rows = 50_000
 	}
-	server := pgtest.Cluster(t, map[string]string{"autovacuum": "off", "max_wal_size": "4GB"})
-	pgtest.Migrate(t, server.URL)
+	server, pool := ownCluster(t, map[string]string{"autovacuum": "off", "max_wal_size": "4GB"})
 	bystander(t, server.URL)
-	pool, err := pgxpool.New(ctx, server.URL)
-	require.NoError(t, err)
-	defer pool.Close()
 	config := pool.Config()
 	config.ConnConfig.RuntimeParams["application_name"] = "the relay"
-	relays, err := pgxpool.NewWithConfig(ctx, config)
-	require.NoError(t, err)
-	defer relays.Close()
-
-	r := newRelay(t, relays, relay.Config{Lease: time.Minute})
-	working, stop := context.WithCancel(ctx)
-	defer stop()
-	done := make(chan error, 1)
-	go func() { done <- r.Run(working) }()
+	relays := pgtest.PoolOf(t, config)
+	stop := starts(t, newRelay(t, relays, relay.Config{Lease: time.Minute}))
 	const parts = 20
 	for range parts {
 		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload)
@@ -300,7 +289,6 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 		return one[int](t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`) == rows
 	})
 	stop()
-	require.NoError(t, <-done)
 	require.Equal(t, rows, kafkatest.Count(t, topic))
 
 	// A connection hands its statistics in before it is gone.
@@ -324,12 +312,8 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	longtest.Only(t, "72,000 commits")
 	t.Parallel()
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
-	server := pgtest.Cluster(t, map[string]string{"synchronous_commit": "off"})
-	pgtest.Migrate(t, server.URL)
+	server, pool := ownCluster(t, map[string]string{"synchronous_commit": "off"})
 	bystander(t, server.URL)
-	pool, err := pgxpool.New(ctx, server.URL)
-	require.NoError(t, err)
-	defer pool.Close()
 	r := newRelay(t, pool, relay.Config{})
 	publish := func() time.Duration {
 		insert(t, pool, topic, "k", "1")

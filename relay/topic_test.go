@@ -1,7 +1,6 @@
 package relay_test
 
 import (
-	"context"
 	"fmt"
 	"slices"
 	"sync"
@@ -125,14 +124,7 @@ func TestRowsWaitForTheirChosenTopic(t *testing.T) {
 		put("c", "c1", "none")
 		put("a", "a2", "none")
 		put("d", "d1", "late")
-		run := func() (stop func()) {
-			ctx, cancel := context.WithCancel(t.Context())
-			done := make(chan error, 1)
-			r := relayAt(t, pool, fake, cfg)
-			go func() { done <- r.Run(ctx) }()
-			return func() { cancel(); require.NoError(t, <-done) }
-		}
-		stop := run()
+		stop := starts(t, relayAt(t, pool, fake, cfg))
 		testwait.True(t, "one flows, the others wait", func() bool { return len(valuesAt(t, fake, "eu.orders")) == 1 && dead(t, pool) == 4 })
 		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE convert_from(payload, 'UTF8') = 'a1'`), `"eu.vip" does not exist`)
 		createAt(t, fake, "eu.vip")
@@ -140,7 +132,7 @@ func TestRowsWaitForTheirChosenTopic(t *testing.T) {
 		require.Equal(t, []string{"a1"}, valuesAt(t, fake, "eu.vip"))
 		require.Equal(t, []string{"c1", "a2"}, valuesAt(t, fake, "eu.orders"))
 		stop()
-		stop = run()
+		stop = starts(t, relayAt(t, pool, fake, cfg))
 		createAt(t, fake, "eu.late")
 		testwait.True(t, "what waited before a restart follows", func() bool { return dead(t, pool) == 1 && len(valuesAt(t, fake, "eu.late")) == 1 })
 		stop()
@@ -286,7 +278,6 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	produced, answer := make(chan struct{}), make(chan struct{})
 	var once, end sync.Once
 	release := func() { end.Do(func() { close(answer) }) }
-	t.Cleanup(release)
 	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
 		fake.KeepControl()
 		once.Do(func() { close(produced) })
@@ -295,10 +286,8 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	})
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Lease: time.Minute, Owner: "the replica"})
 	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
-	t.Cleanup(func() { release(); stop(); require.NoError(t, <-done) })
+	starts(t, r)
+	t.Cleanup(release)
 
 	insert(t, pool, "orders", "k", "before")
 	<-produced

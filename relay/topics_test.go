@@ -346,10 +346,7 @@ func TestLargeRowsAreReadOnce(t *testing.T) {
 		conn, err := dial(ctx, network, addr)
 		return countedConn{conn, &read}, err
 	}
-	counted, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(counted.Close)
-
+	counted := pgtest.PoolOf(t, config)
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 		SELECT $1, CASE WHEN n % 3 > 0 THEN 'k'::bytea END, convert_to(n || '-' || repeat('x', CASE WHEN n <= 3000 THEN 10
 			WHEN n % 50 = 0 THEN 3000000 WHEN n % 5 = 0 THEN 5 ELSE 100000 END), 'UTF8') FROM generate_series(1, 3250) AS n`, topic)

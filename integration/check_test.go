@@ -33,10 +33,13 @@ const workload = `
 CREATE TABLE versions (key text PRIMARY KEY, version int NOT NULL);
 CREATE TABLE effects (n bigint GENERATED ALWAYS AS IDENTITY, message_id uuid NOT NULL, key text NOT NULL, version int NOT NULL, worker int NOT NULL);`
 
-func createWorkload(t *testing.T, pool *pgxpool.Pool) {
+// openWorkload opens a database and makes its tables of the workload.
+func openWorkload(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
+	pool := open(t, url)
 	_, err := pool.Exec(t.Context(), workload)
 	require.NoError(t, err)
+	return pool
 }
 
 // written is what the writers committed: the last version of each key. Versions have no gaps, since

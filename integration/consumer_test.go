@@ -25,14 +25,8 @@ import (
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// produced puts messages of several keys, in version order, into a topic, the share of duplicates
+// producedAt puts messages of several keys, in version order, into a topic, the share of duplicates
 // among them under the same ID at another offset. It stores the expected result in the database.
-func produced(t *testing.T, pool *pgxpool.Pool, topic string, keys, versions, duplicateEvery int) {
-	t.Helper()
-	producedAt(t, kafkatest.Brokers(t), pool, topic, "k", keys, versions, duplicateEvery)
-}
-
-// producedAt is produced for any cluster and with another name for the keys.
 func producedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topic, name string, keys, versions, duplicateEvery int) {
 	t.Helper()
 	ctx := t.Context()
@@ -113,15 +107,8 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 					longtest.Only(t, "ten pairs of processes; the others are those at which something can be lost")
 				}
 				ctx := t.Context()
-				url := pgtest.Database(t)
-				pool := open(t, url)
-				createWorkload(t, pool)
-				topic, forward := kafkatest.Topic(t, 2), kafkatest.Topic(t, 1)
-				produced(t, pool, topic, 5, 60, 10)
-				c := child{
-					Role: "consumer", URL: url, Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic, Forward: forward,
-					Queued: queued, BatchMax: 40, SessionTimeout: 6 * time.Second, CrashAt: point, CrashAfter: 2,
-				}
+				c, pool := consuming(t, child{Forward: kafkatest.Topic(t, 1), Queued: queued, BatchMax: 40, CrashAt: point, CrashAfter: 2}, 2)
+				producedAt(t, c.Brokers, pool, c.Topic, "k", 5, 60, 10)
 				first := start(t, c)
 				eventually(t, "the consumer reaches its crash point", func() (bool, any) { return first.ended(), first.log })
 				require.ErrorContains(t, first.err, "killed")
@@ -189,17 +176,12 @@ func TestFrozenConsumerIsReplacedAndHarmlessWhenItWakes(t *testing.T) {
 func freeze(t *testing.T, c child, pooled ...string) {
 	t.Helper()
 	ctx := t.Context()
-	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	c.IdleTimeout = time.Second
+	c, pool := consuming(t, c, 1)
 	if pooled != nil {
 		c.URL = newPooler(t, c.URL, pooled...).url(describeOnly)
 	}
-	c.Brokers = brokersFor(t, c.Protocol)
-	c.Topic = kafkatest.TopicAt(t, c.Brokers, 1)
 	producedAt(t, c.Brokers, pool, c.Topic, "k", 3, 50, 0)
-	c.Role, c.Group = "consumer", c.Topic
-	c.BatchMax, c.SessionTimeout, c.IdleTimeout = 20, sessionTimeout, time.Second
 	zombie := start(t, c)
 	eventually(t, "the consumer freezes", func() (bool, any) { return frozen(zombie), zombie.log })
 	c.FreezeAt = ""
@@ -246,15 +228,10 @@ func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 func rebalance(t *testing.T, c child) {
 	t.Helper()
 	ctx := t.Context()
-	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	c.IdleTimeout = 2 * time.Second
+	c, pool := consuming(t, c, 4)
 	versions, rounds := 1500, 6
-	c.Brokers = brokersFor(t, c.Protocol)
-	c.Topic = kafkatest.TopicAt(t, c.Brokers, 4)
 	producedAt(t, c.Brokers, pool, c.Topic, "k", 8, versions, 20)
-	c.Role, c.Group = "consumer", c.Topic
-	c.BatchMax, c.SessionTimeout, c.IdleTimeout = 20, sessionTimeout, 2*time.Second
 	started, static := 0, c.Instance
 	join := func() *process {
 		if static != "" {
@@ -397,8 +374,7 @@ func TestStaticNameThatIsTakenTwice(t *testing.T) {
 func consuming(t *testing.T, c child, partitions int) (child, *pgxpool.Pool) {
 	t.Helper()
 	c.URL = pgtest.Database(t)
-	db := open(t, c.URL)
-	createWorkload(t, db)
+	db := openWorkload(t, c.URL)
 	c.Brokers = brokersFor(t, c.Protocol)
 	c.Topic = kafkatest.TopicAt(t, c.Brokers, partitions)
 	c.Role, c.Group = "consumer", c.Topic

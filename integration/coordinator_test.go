@@ -100,8 +100,7 @@ func moveCoordinators(t *testing.T, fake *kfake.Cluster, key kmsg.Key, answers [
 // client.
 func readOnce(t *testing.T, brokers []string, opts []kgo.Opt, disturb func(write func())) {
 	t.Helper()
-	ctx, pool := t.Context(), open(t, pgtest.Database(t))
-	createWorkload(t, pool)
+	ctx, pool := t.Context(), openWorkload(t, pgtest.Database(t))
 	topic := kafkatest.TopicAt(t, brokers, 3)
 	r, err := relay.New(pool, append(opts, kgo.SeedBrokers(brokers...)), relay.Config{
 		ExactlyOnce: true, Lease: 2 * time.Second, TransactionMax: 20 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),

@@ -146,8 +146,7 @@ func (d *dumped) prepare(t *testing.T) {
 	ctx := t.Context()
 	d.URL = pgtest.Cluster(t, nil).URL
 	pgtest.Migrate(t, d.URL)
-	pool := open(t, d.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, d.URL)
 	topic := kafkatest.Topic(t, 2)
 	d.paused, d.missing, d.later = kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t), kafkatest.Topic(t, 1)
 	d.writers = writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 5, pauses: true}
@@ -292,8 +291,7 @@ func (u *logicalCopy) prepare(t *testing.T) {
 	old := embedded(t, map[string]string{"wal_level": "logical"})
 	u.URL = old.URL
 	pgtest.Migrate(t, u.URL)
-	u.from = open(t, u.URL)
-	createWorkload(t, u.from)
+	u.from = openWorkload(t, u.URL)
 	u.missing = kafkatest.UnusedTopic(t)
 	u.writers = writers{goroutines: 4, transactions: 200, keys: 6, topic: kafkatest.Topic(t, 2), seed: 5}
 	u.relay = start(t, u.child)
@@ -319,8 +317,7 @@ func (u *logicalCopy) copy(t *testing.T) {
 	ctx := t.Context()
 	next := embedded(t, nil)
 	pgtest.Migrate(t, next.URL)
-	u.to = open(t, next.URL)
-	createWorkload(t, u.to)
+	u.to = openWorkload(t, next.URL)
 	_, err := u.to.Exec(ctx, emptySQL)
 	require.NoError(t, err)
 	_, err = u.from.Exec(ctx, `CREATE PUBLICATION upgrade FOR ALL TABLES`)

@@ -42,8 +42,7 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 	t.Logf("seed %d, transaction.version %d", seed, transactionVersion(t, kafka.Brokers))
 	random := rand.New(rand.NewPCG(seed, 0))
 	c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafka.Brokers, Lease: time.Second, Shards: 3, ExactlyOnce: true}
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	topic := kafkatest.Topic(t, 3)
 	write := func(transactions int) {
 		writers{goroutines: 4, transactions: transactions, keys: 11, topic: topic, seed: random.Uint64()}.run(ctx, t, pool)
@@ -114,8 +113,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	// A cluster of its own, because a transaction is held open.
 	c := child{Role: "relay", URL: pgtest.Cluster(t, nil).URL, Brokers: kafka.Brokers, Lease: time.Second, ExactlyOnce: true}
 	pgtest.Migrate(t, c.URL)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	topic := kafkatest.Topic(t, 1)
 	writers{goroutines: 4, transactions: 80, keys: 5, topic: topic, seed: 1}.run(ctx, t, pool)
 	asleep := c

@@ -145,8 +145,7 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 			t.Cleanup(func() { _ = primary.Stop(context.WithoutCancel(ctx)) })
 			pgtest.Migrate(t, primary.URL)
 			second := newStandby(t, primary)
-			pool := open(t, primary.URL)
-			createWorkload(t, pool)
+			pool := openWorkload(t, primary.URL)
 
 			topic := kafkatest.Topic(t, 2)
 			c := child{
@@ -154,7 +153,7 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 				BatchMax: 20, Order: order, SessionTimeout: sessionTimeout, IdleTimeout: 2 * time.Second,
 			}
 			m := start(t, c)
-			produced(t, pool, topic, 6, 50, 0)
+			producedAt(t, kafkatest.Brokers(t), pool, topic, "k", 6, 50, 0)
 			c.handledBy(ctx, t, pool)
 			eventually(t, "it is replicated", func() (bool, any) {
 				var n int
@@ -223,8 +222,7 @@ func promote(t *testing.T, c child, running bool) {
 	t.Cleanup(func() { _ = primary.Stop(context.WithoutCancel(ctx)) })
 	pgtest.Migrate(t, primary.URL)
 	second := newStandby(t, primary)
-	pool := open(t, primary.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, primary.URL)
 	topic := kafkatest.Topic(t, 2)
 	c.Role, c.URL, c.Brokers, c.Lease = "relay", second.either(primary), kafkatest.Brokers(t), time.Second
 	r := start(t, c)

@@ -57,7 +57,6 @@ func TestEffectsOnceThroughPgBouncer(t *testing.T) {
 func pooled(t *testing.T, mode, prepared string, c child, rounds int) {
 	t.Helper()
 	ctx := t.Context()
-	address := pgtest.Database(t)
 	settings := []string{"default_pool_size = 2", "server_lifetime = 1", "server_idle_timeout = 1"}
 	if !preparesStatements(t) {
 		if prepared != "0" {
@@ -69,15 +68,12 @@ func pooled(t *testing.T, mode, prepared string, c child, rounds int) {
 	if prepared == "0" {
 		settings = append(settings, "server_reset_query_always = 1") // DISCARD ALL after each transaction
 	}
-	p := newPooler(t, address, settings...)
-	db := open(t, address)
-	createWorkload(t, db)
 	const versions = 100
-	topic, forward := kafkatest.Topic(t, 4), kafkatest.Topic(t, 1)
-	produced(t, db, topic, 8, versions, 20)
-	c.Role, c.URL, c.Brokers = "consumer", p.url(mode), kafkatest.Brokers(t)
-	c.Topic, c.Group, c.Forward = topic, topic, forward
-	c.BatchMax, c.SessionTimeout, c.IdleTimeout, c.Lease = 10, sessionTimeout, 2*time.Second, 3*time.Second
+	c.Forward, c.BatchMax, c.IdleTimeout, c.Lease = kafkatest.Topic(t, 1), 10, 2*time.Second, 3*time.Second
+	c, db := consuming(t, c, 4)
+	p := newPooler(t, c.URL, settings...)
+	producedAt(t, c.Brokers, db, c.Topic, "k", 8, versions, 20)
+	c.URL = p.url(mode)
 	r := c
 	r.Role = "relay"
 	consumers, relays := []*process{start(t, c), start(t, c)}, []*process{start(t, r), start(t, r)}
@@ -105,7 +101,7 @@ func pooled(t *testing.T, mode, prepared string, c child, rounds int) {
 	}
 	require.Zero(t, count(ctx, t, db, `SELECT count(*) FROM effectonce.parked_messages`))
 	require.Equal(t, 8*versions, count(ctx, t, db, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
-	requirePublished(t, db, forward)
+	requirePublished(t, db, c.Forward)
 	for _, m := range relays {
 		require.NoError(t, m.terminate())
 	}

@@ -35,8 +35,7 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	ctx := t.Context()
 	url := pgtest.Cluster(t, nil).URL
 	pgtest.Migrate(t, url)
-	pool := open(t, url)
-	createWorkload(t, pool)
+	pool := openWorkload(t, url)
 	topic := kafkatest.Topic(t, 4)
 
 	// The bystander has a transaction id and a snapshot, and does nothing.
@@ -106,8 +105,7 @@ func killRelay(t *testing.T, c child) {
 	t.Helper()
 	ctx := t.Context()
 	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	topic := kafkatest.Topic(t, 2)
 	c.Role, c.Brokers, c.Lease = "relay", kafkatest.Brokers(t), time.Second
 	first := start(t, c)
@@ -151,8 +149,7 @@ func disturbRelays(t *testing.T, c child, changing bool) {
 	rounds := 6
 	ctx := t.Context()
 	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	topic := kafkatest.Topic(t, 3)
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -274,10 +271,7 @@ func open(t *testing.T, url string) *pgxpool.Pool {
 	config, err := pgxpool.ParseConfig(url)
 	require.NoError(t, err)
 	config.MaxConns = 30
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
+	return pgtest.PoolOf(t, config)
 }
 
 // requirePublished waits until the topic has every committed version, and judges it.
@@ -335,9 +329,8 @@ func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		ctx, pool := t.Context(), open(t, pgtest.Database(t))
+		ctx, pool := t.Context(), openWorkload(t, pgtest.Database(t))
 		topic, missing, brokers := kafkatest.Topic(t, 2), kafkatest.UnusedTopic(t), kafkatest.Brokers(t)
-		createWorkload(t, pool)
 		cfg := relay.Config{ExactlyOnce: exactly, Shards: 2, Lease: time.Second}
 		stops := []func(){running(t, pool, brokers, cfg), running(t, pool, brokers, cfg)}
 		w := writers{goroutines: 3, transactions: 60, keys: 5, topic: topic, seed: 13}

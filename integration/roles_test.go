@@ -104,10 +104,7 @@ func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
 	config, err := pgxpool.ParseConfig(pgtest.Login(t, p.address, p.prefix, part))
 	require.NoError(t, err)
 	config.MaxConns, config.ConnConfig.Tracer = 10, p.denied
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
+	return pgtest.PoolOf(t, config)
 }
 
 // paper is a handler of money: fenced, with an effect and a message of its own. What is bad fails

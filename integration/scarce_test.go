@@ -45,8 +45,7 @@ func TestFullDiskIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		ctx, pool, topic := t.Context(), open(t, pgtest.Database(t)), kafkatest.Topic(t, 1)
-		createWorkload(t, pool)
+		ctx, pool, topic := t.Context(), openWorkload(t, pgtest.Database(t)), kafkatest.Topic(t, 1)
 		log := &lockedBuffer{}
 		cfg := relay.Config{ExactlyOnce: exactly, Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))}
 		refused := func(times int) {

@@ -151,8 +151,7 @@ func crashTable(t *testing.T, c child) {
 	t.Helper()
 	ctx := t.Context()
 	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	_, err := pool.Exec(ctx, `INSERT INTO versions SELECT 'k' || n, $2 FROM generate_series(0, $1 - 1) n`, crashKeys, crashVersions)
 	require.NoError(t, err)
 	point := c.CrashAt
@@ -212,8 +211,7 @@ func TestMessageThatKillsTheProcessIsParked(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
 	c := child{Role: "deliver", Shape: "deadly", URL: pgtest.Database(t)}
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	starts := 0
 	for ended := false; !ended; starts++ {
 		require.Less(t, starts, 12, "killed for ever")

@@ -252,6 +252,7 @@ func TestNeighboursForbiddenStatements(t *testing.T) {
 		// Operators: what waits for a person, and no history.
 		{"operator", "INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) VALUES (gen_random_uuid(), 1, 0)", denied},
 		{"operator", "INSERT INTO effectonce.outbox (topic) VALUES ('t')", denied},
+		{"operator", "UPDATE effectonce.idempotency_keys SET key = 'y'", denied},
 		{"operator", "UPDATE effectonce.idempotency_keys SET fingerprint = sha256('y')", denied},
 		{"operator", "UPDATE effectonce.idempotency_keys SET request = 'y'", denied},
 		{"operator", "UPDATE effectonce.idempotency_keys SET data = 'y'", denied},

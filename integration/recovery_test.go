@@ -264,8 +264,7 @@ func restoreDump(t *testing.T, c restored) {
 	ctx := t.Context()
 	cluster := pgtest.Cluster(t, nil)
 	pgtest.Migrate(t, cluster.URL)
-	pool := open(t, cluster.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, cluster.URL)
 	topic := kafkatest.Topic(t, 2)
 	c.Role, c.URL, c.Brokers, c.Lease = "relay", cluster.URL, kafkatest.Brokers(t), time.Second
 	w := writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 5, pauses: true}
@@ -314,8 +313,7 @@ func restoreDump(t *testing.T, c restored) {
 	} else {
 		next := pgtest.Cluster(t, nil)
 		pgtest.Migrate(t, next.URL)
-		pool = open(t, next.URL)
-		createWorkload(t, pool)
+		pool = openWorkload(t, next.URL)
 		c.URL = next.URL
 	}
 	d.restore(t, pool)
@@ -401,8 +399,7 @@ func TestProgressSetBackByHand(t *testing.T) {
 				}
 				ctx := t.Context()
 				c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafkatest.Brokers(t), Shards: 3, ExactlyOnce: exactly, Lease: time.Second}
-				pool, topic := open(t, c.URL), kafkatest.Topic(t, 2)
-				createWorkload(t, pool)
+				pool, topic := openWorkload(t, c.URL), kafkatest.Topic(t, 2)
 				r := start(t, c)
 				w := writers{goroutines: 4, transactions: 80, keys: 6, topic: topic, seed: 9}
 				w.run(ctx, t, pool)

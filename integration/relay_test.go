@@ -16,11 +16,13 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -33,8 +35,7 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	ctx := t.Context()
 	url := pgtest.Cluster(t, nil).URL
 	pgtest.Migrate(t, url)
-	pool := open(t, url)
-	createWorkload(t, pool)
+	pool := openWorkload(t, url)
 	topic := kafkatest.Topic(t, 4)
 
 	// The bystander has a transaction id and a snapshot, and does nothing.
@@ -104,8 +105,7 @@ func killRelay(t *testing.T, c child) {
 	t.Helper()
 	ctx := t.Context()
 	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	topic := kafkatest.Topic(t, 2)
 	c.Role, c.Brokers, c.Lease = "relay", kafkatest.Brokers(t), time.Second
 	first := start(t, c)
@@ -149,8 +149,7 @@ func disturbRelays(t *testing.T, c child, changing bool) {
 	rounds := 6
 	ctx := t.Context()
 	c.URL = pgtest.Database(t)
-	pool := open(t, c.URL)
-	createWorkload(t, pool)
+	pool := openWorkload(t, c.URL)
 	topic := kafkatest.Topic(t, 3)
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -272,10 +271,7 @@ func open(t *testing.T, url string) *pgxpool.Pool {
 	config, err := pgxpool.ParseConfig(url)
 	require.NoError(t, err)
 	config.MaxConns = 30
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
+	return pgtest.PoolOf(t, config)
 }
 
 // requirePublished waits until the topic has every committed version, and judges it.
@@ -307,4 +303,77 @@ func requirePublishedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topi
 	require.Empty(t, s.missing)
 	require.Zero(t, s.inversions)
 	return s
+}
+
+// expandSQL is what the migration of a next release may do while older programs run: new columns,
+// in the middle of what they would read with an asterisk or write without names, and new tables.
+const expandSQL = `DO $$
+DECLARE
+  known regclass;
+BEGIN
+  FOR known IN SELECT c.oid FROM pg_class c WHERE c.relnamespace = 'effectonce'::regnamespace AND c.relkind IN ('r', 'p')
+    AND NOT c.relispartition AND c.relname NOT IN ('schema_version', 'schema_compatibility') LOOP
+    EXECUTE format('ALTER TABLE %s ADD COLUMN of_the_next_release text NOT NULL DEFAULT %L, ADD COLUMN unknown bigint', known, 'new');
+  END LOOP;
+END
+$$;
+CREATE TABLE effectonce.of_the_next_release (relay text);
+UPDATE effectonce.schema_version SET version = version + 1`
+
+// Property: relays that run while the migration of a next release adds columns and tables continue
+// in all that they do (publish, bury, release, change shards, recover from failures), lose nothing
+// and publish nothing twice. A relay that starts then joins them, unless the schema does not work
+// with it. A relay of the next release is refused before the migration. Row S14 of guarantees.md.
+func TestRelaysRunOnThroughANextMigration(t *testing.T) {
+	longtest.Only(t, "what must not be logged depends on time")
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool := t.Context(), openWorkload(t, pgtest.Database(t))
+		topic, missing, brokers := kafkatest.Topic(t, 2), kafkatest.UnusedTopic(t), kafkatest.Brokers(t)
+		cfg := relay.Config{ExactlyOnce: exactly, Shards: 2, Lease: time.Second}
+		stops := []func(){running(t, pool, brokers, cfg), running(t, pool, brokers, cfg)}
+		w := writers{goroutines: 3, transactions: 60, keys: 5, topic: topic, seed: 13}
+		w.run(ctx, t, pool)
+		requirePublished(t, pool, topic)
+		execute := func(sql string, args ...any) {
+			_, err := pool.Exec(ctx, sql, args...)
+			require.NoError(t, err)
+		}
+		execute(expandSQL)
+		stops = append(stops, running(t, pool, brokers, cfg)) // the schema is compatible
+
+		execute(`INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'first'), ($1, 'k', 'second')`, missing)
+		w.seed = 14
+		w.run(ctx, t, pool)
+		requirePublished(t, pool, topic)
+		kafkatest.CreateTopic(t, missing, 1)
+		execute(`INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'third', clock_timestamp())`, missing)
+		for _, stop := range stops {
+			stop()
+		}
+		_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+		require.NoError(t, err)
+		running(t, pool, brokers, cfg)
+		running(t, pool, brokers, cfg)
+		w.seed = 15
+		w.run(ctx, t, pool)
+		// Leases are taken anew, under other epochs, as after any failure.
+		execute(`UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL, owner = NULL`)
+		w.seed = 16
+		w.run(ctx, t, pool)
+		requirePublished(t, pool, topic)
+		eventually(t, "what waited is published", func() (bool, any) {
+			got := distinct(t, missing)
+			return len(got) == 3, got
+		})
+		require.Equal(t, []string{"first", "second", "third"}, distinct(t, missing))
+
+		another, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
+		require.NoError(t, err)
+		execute(`UPDATE effectonce.schema_compatibility SET oldest = 1000`)
+		require.ErrorIs(t, another.Run(ctx), migrations.ErrTooNew)
+		execute(`UPDATE effectonce.schema_version SET version = version - 2`)
+		require.ErrorIs(t, another.Run(ctx), migrations.ErrTooOld)
+	})
 }

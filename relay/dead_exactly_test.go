@@ -6,13 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -140,9 +140,7 @@ func TestDeadRowsOutliveACrash(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, server.Stop(context.WithoutCancel(ctx))) })
 	pgtest.Migrate(t, server.URL)
-	pool, err := pgxpool.New(ctx, server.URL)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := poolAt(t, server.URL)
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('missing', 'a', '1'), ('orders', 'b', '2'), ('missing', 'c', '3'), ('orders', 'd', '4'), ('orders', 'e', '5')`)
 	var buried atomic.Int64
@@ -231,4 +229,161 @@ func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 			})
 		}
 	}
+}
+
+// Property: a row that the relay moves behind a dead one is published also where an operator
+// discards that one at the same moment, before the row is there: neither waits for the other, and
+// no later look at the whole table is needed.
+func TestRowBehindOneThatIsDiscardedMeanwhile(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+		drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
+		require.Equal(t, 1, dead(t, pool))
+		operator, err := pool.Begin(ctx)
+		require.NoError(t, err)
+		defer operator.Rollback(context.WithoutCancel(ctx))
+		var once atomic.Bool
+		running(t, traced(t, pool, &between{"-- relay.move_to_dead", func(ctx context.Context) {
+			if once.CompareAndSwap(false, true) {
+				if _, err := operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`); err != nil {
+					t.Error(err)
+				}
+			}
+		}}), relay.Config{ExactlyOnce: exactly})
+		insert(t, pool, topic, "k", "2")
+		testwait.True(t, "the row waits", func() bool { return dead(t, pool) == 2 })
+		require.NoError(t, operator.Commit(ctx))
+		testwait.True(t, "it is published", func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 0 })
+		testwait.True(t, "nothing is left of it", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead_freed`) == 0 })
+	})
+}
+
+// Property: the rows of a topic that is resumed are handed back in bounded batches, each when the
+// one before is published.
+func TestResumedTopicIsHandedBackInBatches(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	const waiting = 2*relay.HandBackMax + 10
+	must(t, pool, `SELECT setval('effectonce.outbox_seq_seq', $1)`, waiting)
+	must(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, payload, headers, created_at, reason, error, state)
+		SELECT 'default', i, effectonce.uuid_v7(), $1, convert_to(i::text, 'UTF8'), '{}', clock_timestamp(), 'paused', '', 'held' FROM generate_series(1, $2::int) AS i`, topic, waiting)
+	var most atomic.Int64
+	counted := traced(t, pool, &between{"-- relay.releasable", func(ctx context.Context) {
+		var n int64
+		if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'retry'`).Scan(&n); err != nil {
+			t.Error(err)
+		}
+		most.Store(max(n, most.Load()))
+	}})
+	drain(t, newRelay(t, counted, relay.Config{}))
+	require.Len(t, values(t, topic), waiting)
+	require.Zero(t, dead(t, pool))
+	require.EqualValues(t, relay.HandBackMax, most.Load())
+}
+
+// Property: rows of a key that were handed back behind one that is held wait, and do not keep
+// others waiting.
+func TestRowsThatMayNotLeaveHoldNoOther(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	must(t, pool, `SELECT setval('effectonce.outbox_seq_seq', 2001)`)
+	must(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
+		SELECT 'default', i, effectonce.uuid_v7(), $1, CASE WHEN i < 2000 THEN convert_to('k' || i % 5, 'UTF8') ELSE 'l' END, convert_to(i::text, 'UTF8'), '{}', clock_timestamp(), 'refused', '',
+			CASE WHEN i <= 5 THEN 'held' ELSE 'retry' END FROM generate_series(1, 2001) AS i`, topic)
+	drain(t, newRelay(t, pool, relay.Config{}))
+	require.Equal(t, []string{"2000", "2001"}, values(t, topic))
+	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE seq = 3`)
+	drain(t, newRelay(t, pool, relay.Config{}))
+	require.Len(t, keyed(t, topic, "k3"), 400)
+	require.Len(t, values(t, topic), 402)
+	require.Equal(t, "3", keyed(t, topic, "k3")[0])
+}
+
+// Property: when Kafka refuses a batch, nothing that the relay handed over later is published before the
+// rows of that batch are tried again. After a refusal the client would go on, under a new epoch.
+func TestNothingIsPublishedBehindARefusedBatch(t *testing.T) {
+	t.Parallel()
+	const rows, page, times = 2000, 10, 20
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var batches, refused atomic.Int64
+		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			produce := request.(*kmsg.ProduceRequest)
+			var batch kmsg.RecordBatch
+			if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.NumRecords > 1 && batches.Add(1)%5 == 0 && refused.Load() < times {
+				refused.Add(1)
+				return refuse(produce, kerr.InvalidRecord), nil, true
+			}
+			return nil, nil, false // also to the rows of a refused batch, which are tried one by one
+		})
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'k', convert_to(n::text, 'UTF8') FROM generate_series(1, $1::int) n`, rows)
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{PageRowsMax: page, ExactlyOnce: exactly})
+		require.NoError(t, err)
+		starts(t, r)
+		testwait.True(t, "all rows are published", func() bool {
+			return one[int64](t, pool, `SELECT coalesce(sum(published), 0)::bigint FROM effectonce.outbox_progress_now`) >= rows
+		})
+		require.Positive(t, refused.Load()) // how many depends on how many rows the client puts into a batch
+		last := 0
+		for _, value := range valuesAt(t, fake, "orders") {
+			n, err := strconv.Atoi(value)
+			require.NoError(t, err)
+			require.LessOrEqual(t, n, last+1)
+			last = max(last, n)
+		}
+		require.Equal(t, rows, last)
+	})
+}
+
+// Property: with SkipDead a row that is itself wrong holds no other row, in its page, in later ones
+// and after a retry that failed, and none of them is lost or doubled. Rows that waited behind one
+// are released. Rows of a missing topic still wait in their order. Row O10 of guarantees.md.
+func TestSkippedDeadRowHoldsNobody(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000"), kafkatest.UnusedTopic(t)
+		large := strings.Repeat("x", 6000)
+		retry := func(keys string) {
+			_, err := pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'too_large' AND convert_from(key, 'UTF8') LIKE $1`, keys)
+			require.NoError(t, err)
+		}
+		for _, key := range []string{"k", "retried"} {
+			insert(t, pool, topic, key, "0")
+			insert(t, pool, topic, key, large)
+			insert(t, pool, topic, key, "1")
+		}
+		drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
+		require.Equal(t, []string{"0"}, keyed(t, topic, "k"), "it holds its key by default")
+
+		reasons := map[relay.Reason]int{}
+		skipping := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, SkipDead: true, Hooks: relay.Hooks{Dead: func(_ string, reason relay.Reason) { reasons[reason]++ }}})
+		retry("retried")
+		drain(t, skipping)
+		require.Equal(t, []string{"0", "1"}, keyed(t, topic, "k"), "what waited goes on")
+		require.Equal(t, []string{"0", "1"}, keyed(t, topic, "retried"), "also beside a retry that fails")
+		insert(t, pool, missing, "k", "a")
+		insert(t, pool, topic, "k", "2")
+		insert(t, pool, missing, "k", "b")
+		insert(t, pool, topic, "k", large+"y")
+		insert(t, pool, topic, "k", "3")
+		drain(t, skipping)
+		insert(t, pool, topic, "k", "4")
+		retry("%")
+		drain(t, skipping)
+		require.Equal(t, []string{"0", "1", "2", "3", "4"}, keyed(t, topic, "k"))
+		require.Equal(t, map[relay.Reason]int{relay.ReasonTooLarge: 1, relay.ReasonUnknownTopic: 1, relay.ReasonBehind: 1}, reasons, "only rows of a missing topic wait in their order")
+		require.Equal(t, 3, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'too_large' AND state = 'held'`))
+
+		kafkatest.Configure(t, topic, "max.message.bytes", "10000")
+		retry("%")
+		drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly, SkipDead: true}))
+		require.Equal(t, []string{"0", "1", "2", "3", "4", large, large + "y"}, keyed(t, topic, "k"))
+		require.Equal(t, 2, dead(t, pool))
+	})
 }

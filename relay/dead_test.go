@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"strconv"
 	"strings"
@@ -250,10 +249,7 @@ func TestRefusedSideBySide(t *testing.T) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		poisoned(fake)
-		cfg := relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
-		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
-		require.NoError(t, err)
-		starts(t, r)
+		starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
 		flows := func(value string) {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', convert_to($1, 'UTF8'))`, value)
 			testwait.True(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })
@@ -290,17 +286,7 @@ func TestRefusedWhenProduced(t *testing.T) {
 			}
 			insert(t, pool, "orders", fmt.Sprint("k", i%10), value)
 		}
-		cfg := relay.Config{ExactlyOnce: exactly, TransactionMax: time.Millisecond, PageRowsMax: 10, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
-		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
-		require.NoError(t, err)
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		var ended error
-		go func() {
-			defer close(done)
-			ended = r.Run(ctx)
-		}()
-		defer func() { stop(); <-done }()
+		stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, TransactionMax: time.Millisecond, PageRowsMax: 10}))
 		// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
 		// has another.
 		testwait.True(t, "they are dead", func() bool { return dead(t, pool) == 4 })
@@ -308,8 +294,6 @@ func TestRefusedWhenProduced(t *testing.T) {
 			return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
 		})
 		stop()
-		<-done
-		require.NoError(t, ended)
 		require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused' AND error LIKE '%INVALID_RECORD%'`))
 		seen := map[string]int{}
 		last := map[string]int{}

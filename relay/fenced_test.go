@@ -64,10 +64,7 @@ func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.P
 	config := pool.Config()
 	config.ConnConfig.Tracer = tracer
 	config.ConnConfig.RuntimeParams["application_name"] = "traced"
-	second, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(second.Close)
-	return second
+	return pgtest.PoolOf(t, config)
 }
 
 // Property: a row that is committed between the look at a slot and its lock is not lost, also where

@@ -4,11 +4,13 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -173,11 +175,155 @@ func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	})
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
+	stop := starts(t, r)
 	insert(t, pool, "orders", "k", "1")
 	<-silent
+	stop() // without the broker's answer
+}
+
+// overtaken lets a write of progress commit between the snapshot of a page and the return of its
+// statement.
+type overtaken struct {
+	between // write, before the first page
+	step    atomic.Int32
+	read    chan struct{} // closed when the second page was read
+	write   chan struct{} // closed by the test: progress may be stored
+	arrive  chan struct{} // closed by the test: the page returns
+}
+
+// Steps of overtaken.
+const (
+	overtakenIdle int32 = iota
+	overtakenArmed
+	overtakenFirst  // the page that shows the rows, with a number of the sequence above them
+	overtakenSecond // the page after it
+	overtakenDone
+)
+
+func (o *overtaken) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	for _, q := range data.Batch.QueuedQueries {
+		switch {
+		case !strings.HasPrefix(q.SQL, "-- relay.fetch\n"):
+		case o.step.CompareAndSwap(overtakenArmed, overtakenFirst):
+			o.do(ctx)
+		default:
+			o.step.CompareAndSwap(overtakenFirst, overtakenSecond)
+		}
+	}
+	return ctx
+}
+
+func (o *overtaken) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
+	if o.step.CompareAndSwap(overtakenSecond, overtakenDone) {
+		close(o.read)
+		<-o.arrive
+	}
+}
+
+func (o *overtaken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	stores := strings.HasPrefix(query.SQL, "-- relay.store_tick\n") || strings.HasPrefix(query.SQL, "-- relay.advance\n")
+	if o.step.Load() >= overtakenFirst && stores {
+		<-o.write
+	}
+	return ctx
+}
+
+// Property: a write of progress that commits after a page's snapshot, and before the page arrives,
+// says nothing about that snapshot: a row whose transaction runs beyond the snapshot's xmax, with a
+// number that the write knows, is still published. Row O2 of guarantees.md.
+func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
+	t.Parallel()
+	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
+	_, pool := ownCluster(t, nil)
+
+	const rows = 20 // more than those after which a poll begins with a probe of the snapshot
+	tracer := &overtaken{read: make(chan struct{}), write: make(chan struct{}), arrive: make(chan struct{})}
+	write, release := sync.OnceFunc(func() { close(tracer.write) }), sync.OnceFunc(func() { close(tracer.arrive) })
+	defer write()
+	defer release()
+	var open pgx.Tx
+	var failed error
+	tracer.do = func(ctx context.Context) {
+		if _, failed = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) SELECT $1, 'early' FROM generate_series(1, $2)`, topic, rows); failed != nil {
+			return
+		}
+		if open, failed = pool.Begin(context.WithoutCancel(ctx)); failed != nil {
+			return
+		}
+		_, failed = open.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'late')`, topic)
+	}
+	var published atomic.Int64
+	r := newRelay(t, traced(t, pool, tracer), relay.Config{
+		Lease: 10 * time.Minute, PollMax: 20 * time.Millisecond, // no renewal ends meanwhile
+		Hooks: relay.Hooks{Published: func(n int64) { published.Add(n) }},
+	})
+	stop := starts(t, r)
+	testwait.True(t, "the relay runs", func() bool { return owner(t, pool) != "" })
+	insert(t, pool, topic, "k", "first")
+	testwait.True(t, "a row is published", func() bool { return published.Load() == 1 })
+
+	tracer.step.Store(overtakenArmed)
+	must(t, pool, `SELECT pg_current_xact_id()`) // something new for the probe of the snapshot
+	testwait.Chan(t, "a page is read", tracer.read)
+	require.NoError(t, failed)
+	defer func() { _ = open.Rollback(context.WithoutCancel(ctx)) }()
+	var beyond bool
+	require.NoError(t, open.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot()) = pg_current_xact_id()`).Scan(&beyond))
+	require.True(t, beyond, "the premise: nothing ended after the transaction began, so that the page's snapshot does not know it")
+	write()
+	testwait.True(t, "progress is stored", func() bool { return published.Load() == 1+rows })
+	require.NoError(t, open.Commit(ctx)) // before the next page's snapshot, which would list it as open
+	release()
+	insert(t, pool, topic, "k", "last")
+	testwait.True(t, "the last row is published", func() bool {
+		all := values(t, topic)
+		return len(all) > 0 && all[len(all)-1] == "last"
+	})
+	require.Contains(t, values(t, topic), "late")
 	stop()
-	require.NoError(t, testwait.Chan(t, "the relay stops without the broker's answer", done))
+}
+
+// Property: the tick to which a relay's progress refers is kept, however old it is: a relay that
+// comes back after a long time publishes what was inserted meanwhile, and nothing else.
+func TestTickOfProgressIsKept(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	must(t, pool, `INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) VALUES ('10:10:', 0)`)
+	insert(t, pool, topic, "k", "1")
+	away := newRelay(t, pool, relay.Config{Name: "away"})
+	require.EqualValues(t, 1, drain(t, away))
+	require.EqualValues(t, 1, drain(t, newRelay(t, pool, relay.Config{})))
+	must(t, pool, `UPDATE effectonce.outbox_ticks SET created_at = clock_timestamp() - interval '1 day'`)
+
+	running(t, pool, relay.Config{Lease: 30 * time.Second})
+	testwait.True(t, "older ticks are removed", func() bool {
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) == 0
+	})
+	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now JOIN effectonce.outbox_ticks USING (tick) WHERE relay = 'away'`))
+	insert(t, pool, topic, "k", "2")
+	require.EqualValues(t, 1, drain(t, away))
+}
+
+// Property: a tick is durable before progress refers to it, whatever synchronous_commit the role or
+// the database has: after a crash, transaction ids that the tick has seen could be assigned again.
+func TestTicksAreDurable(t *testing.T) {
+	t.Parallel()
+	for setting, want := range map[string]string{"off": "on", "local": "local", "remote_apply": "remote_apply"} {
+		t.Run(setting, func(t *testing.T) {
+			t.Parallel()
+			owner, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+			must(t, owner, `CREATE TABLE saw (setting text);
+				CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN INSERT INTO saw VALUES (current_setting('synchronous_commit')); RETURN NULL; END$$;
+				CREATE TRIGGER look AFTER INSERT ON effectonce.outbox_ticks FOR EACH ROW EXECUTE FUNCTION look()`)
+			config := owner.Config()
+			config.ConnConfig.RuntimeParams["synchronous_commit"] = setting
+			r := newRelay(t, pgtest.PoolOf(t, config), relay.Config{})
+			for range 3 {
+				insert(t, owner, topic, "k", "v")
+				require.EqualValues(t, 1, drain(t, r))
+			}
+			require.Positive(t, one[int](t, owner, `SELECT count(*) FROM saw`))
+			require.Zero(t, one[int](t, owner, `SELECT count(*) FROM saw WHERE setting <> '`+want+`'`))
+		})
+	}
 }

@@ -92,28 +92,15 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	var away atomic.Bool
-	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
-		if away.Load() {
-			return nil, errors.New("broker is away")
-		}
-		var d net.Dialer
-		conn, err := d.DialContext(ctx, network, address)
-		return &cutConn{Conn: conn, cut: &away}, err
-	}
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(dial), kgo.RetryTimeout(time.Second)}, relay.Config{Lease: time.Second})
+	network := &cut{}
+	r, err := relay.New(pool, network.options(fake), relay.Config{Lease: time.Second})
 	require.NoError(t, err)
 	stop := starts(t, r)
 	insert(t, pool, "orders", "k", "0")
-	read := func() int { // each once: on a busy machine the lease is lost now and then
-		values := []string{}
-		for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
-			values = append(values, string(record.Value))
-		}
-		return len(distinctInOrder(values))
-	}
+	// Each once: on a busy machine the lease is lost now and then.
+	read := func() int { return len(distinctInOrder(valuesAt(t, fake, "orders"))) }
 	testwait.True(t, `read() == 1`, func() bool { return read() == 1 })
-	away.Store(true)
+	network.away.Store(true)
 	for i := 1; i < 50; i++ {
 		insert(t, pool, "orders", "k", fmt.Sprint(i))
 	}
@@ -122,16 +109,10 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, read())
 	require.Zero(t, dead(t, pool))
-	away.Store(false)
+	network.away.Store(false)
 	testwait.True(t, "all is published", func() bool { return read() == 50 })
 	stop()
-	next := 0
-	for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
-		if string(record.Value) == fmt.Sprint(next) {
-			next++ // first occurrences are in order, whatever came twice between them
-		}
-	}
-	require.Equal(t, 50, next)
+	require.Equal(t, numbered("", 50), distinctInOrder(valuesAt(t, fake, "orders")), "whatever came twice between them")
 }
 
 // Property: Kafka is away for long, in scaled time: the client's pause between two attempts is a
@@ -208,10 +189,7 @@ func TestConnectionLostAtTheStart(t *testing.T) {
 		conn, err := dial(ctx, network, address)
 		return &losingConn{conn, &losses}, err
 	}
-	pool, err := pgxpool.NewWithConfig(ctx, config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	topic := kafkatest.Topic(t, 1)
+	pool, topic := pgtest.PoolOf(t, config), kafkatest.Topic(t, 1)
 	insert(t, pool, topic, "k", "0")
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Lease: time.Minute})
 	require.NoError(t, err)
@@ -242,17 +220,11 @@ func (c *losingConn) Write(p []byte) (int, error) {
 // O25 of guarantees.md.
 func TestStandbyIsRefused(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, nil)
-	pgtest.Migrate(t, cluster.URL)
-	pool, err := pgxpool.New(t.Context(), cluster.URL)
-	require.NoError(t, err)
-	defer pool.Close()
+	cluster, pool := ownCluster(t, nil)
 	// A server that finds this file starts in recovery, and stays there without a primary to
 	// follow.
-	_, err = pool.Exec(t.Context(), `CHECKPOINT`)
-	require.NoError(t, err)
-	_, err = pool.Exec(t.Context(), `COPY (SELECT 1) TO PROGRAM 'cat > standby.signal'`)
-	require.NoError(t, err)
+	must(t, pool, `CHECKPOINT`)
+	must(t, pool, `COPY (SELECT 1) TO PROGRAM 'cat > standby.signal'`)
 	require.NoError(t, cluster.Kill(t.Context()))
 	require.NoError(t, cluster.Restart(t.Context()))
 	pool.Reset()
@@ -265,11 +237,7 @@ func TestStandbyIsRefused(t *testing.T) {
 func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
-	cluster := pgtest.Cluster(t, nil)
-	pgtest.Migrate(t, cluster.URL)
-	pool, err := pgxpool.New(ctx, cluster.URL)
-	require.NoError(t, err)
-	defer pool.Close()
+	cluster, pool := ownCluster(t, nil)
 	r := newRelay(t, pool, relay.Config{Lease: time.Second})
 	stop := starts(t, r)
 	for round := range 3 {

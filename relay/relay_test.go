@@ -19,6 +19,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
@@ -47,6 +48,22 @@ func starts(t *testing.T, r *relay.Relay) (stop func()) {
 	}
 	t.Cleanup(stop)
 	return stop
+}
+
+// poolAt opens a pool until the test ends.
+func poolAt(t *testing.T, address string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(address)
+	require.NoError(t, err)
+	return pgtest.PoolOf(t, config)
+}
+
+// ownCluster is a cluster where no other test's transaction begins or ends, with the schema.
+func ownCluster(t *testing.T, parameters map[string]string) (*servers.Postgres, *pgxpool.Pool) {
+	t.Helper()
+	cluster := pgtest.Cluster(t, parameters)
+	pgtest.Migrate(t, cluster.URL)
+	return cluster, poolAt(t, cluster.URL)
 }
 
 // running starts a relay that does not lose its lease on a slow machine.
@@ -164,12 +181,8 @@ func testLateCommitIsNotSkipped(t *testing.T, exactly bool) {
 // nor in xip.
 func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, nil) // where no other test's transaction ends
-	pgtest.Migrate(t, cluster.URL)
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
-	pool, err := pgxpool.New(ctx, cluster.URL)
-	require.NoError(t, err)
-	defer pool.Close()
+	_, pool := ownCluster(t, nil)
 	r := newRelay(t, pool, relay.Config{Lease: time.Minute, PollMax: 20 * time.Millisecond})
 	stop := starts(t, r)
 	testwait.True(t, `owner(t, pool) != ""`, func() bool { return owner(t, pool) != "" })
@@ -361,12 +374,8 @@ func TestAnotherClusterLosesNothing(t *testing.T) {
 func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {
 	t.Helper()
 	// Other tests' transactions in the same cluster would hold the floor back.
-	cluster := pgtest.Cluster(t, nil)
-	pgtest.Migrate(t, cluster.URL)
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
-	pool, err := pgxpool.New(ctx, cluster.URL)
-	require.NoError(t, err)
-	defer pool.Close()
+	_, pool := ownCluster(t, nil)
 	r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 	for i := range 5 {
 		insert(t, pool, topic, "k", fmt.Sprint(i))
@@ -374,7 +383,7 @@ func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {
 	}
 	// What a restore leaves behind: ids and ticks from far ahead, of a cluster with another
 	// identity.
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '900000000000'`)
+	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '900000000000'`)
 	require.NoError(t, err)
 	insert(t, pool, topic, "k", "5")
 	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '900000000001' WHERE payload = '5'`)
@@ -387,15 +396,7 @@ func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {
 	drain(t, r)
 	insert(t, pool, topic, "k", "7")
 	drain(t, r)
-	first := []string{}
-	seen := map[string]bool{}
-	for _, v := range values(t, topic) {
-		if !seen[v] {
-			first = append(first, v)
-		}
-		seen[v] = true
-	}
-	require.Equal(t, []string{"0", "1", "2", "3", "4", "5", "6", "7"}, first)
+	require.Equal(t, []string{"0", "1", "2", "3", "4", "5", "6", "7"}, distinctInOrder(values(t, topic)))
 	require.LessOrEqual(t, len(values(t, topic)), 8+3, "what is below the floor is not published again")
 }
 
@@ -418,10 +419,7 @@ func TestProtocolOfThePoolIsChecked(t *testing.T) {
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec} {
 		config := database.Copy()
 		config.ConnConfig.DefaultQueryExecMode = mode
-		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		require.NoError(t, err)
-		t.Cleanup(pool.Close)
-		_, err = relay.New(pool, nil, relay.Config{})
+		_, err := relay.New(pgtest.PoolOf(t, config), nil, relay.Config{})
 		require.ErrorContains(t, err, "cache_describe")
 	}
 }
@@ -439,10 +437,7 @@ func TestPoolOfSeveralHostsIsChecked(t *testing.T) {
 		for _, validate := range []pgconn.ValidateConnectFunc{nil, pgconn.ValidateConnectTargetSessionAttrsReadWrite} {
 			config := config.Copy()
 			config.ConnConfig.ValidateConnect = validate
-			pool, err := pgxpool.NewWithConfig(t.Context(), config)
-			require.NoError(t, err)
-			t.Cleanup(pool.Close)
-			if _, err = relay.New(pool, nil, relay.Config{}); several && validate == nil {
+			if _, err := relay.New(pgtest.PoolOf(t, config), nil, relay.Config{}); several && validate == nil {
 				require.ErrorContains(t, err, "target_session_attrs=read-write")
 			} else {
 				require.NoError(t, err)

@@ -25,23 +25,11 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// firsts are the values of a topic in the order of their first occurrences.
-func firsts(t *testing.T, topic string) (first []string) {
-	t.Helper()
-	seen := map[string]bool{}
-	for _, v := range values(t, topic) {
-		if !seen[v] {
-			first = append(first, v)
-		}
-		seen[v] = true
-	}
-	return first
-}
-
+// requireFirsts compares the values of a topic in the order of their first occurrences.
 func requireFirsts(t *testing.T, topic string, want []string) {
 	t.Helper()
 	var got []string
-	testwait.True(t, "all rows are there", func() bool { got = firsts(t, topic); return len(got) >= len(want) })
+	testwait.True(t, "all rows are there", func() bool { got = distinctInOrder(values(t, topic)); return len(got) >= len(want) })
 	require.Equal(t, want, got)
 }
 
@@ -88,17 +76,11 @@ func publishToFloor(t *testing.T, pool *pgxpool.Pool, r *relay.Relay, topic stri
 func roled(t *testing.T) (owner, member *pgxpool.Pool, prefix string) {
 	t.Helper()
 	address := pgtest.Database(t)
-	open := func(url string) *pgxpool.Pool {
-		pool, err := pgxpool.New(t.Context(), url)
-		require.NoError(t, err)
-		t.Cleanup(pool.Close)
-		return pool
-	}
-	owner, prefix = open(address), pgtest.RolePrefix(t, address)
+	owner, prefix = poolAt(t, address), pgtest.RolePrefix(t, address)
 	sql, err := migrations.Roles(migrations.Options{}, prefix)
 	require.NoError(t, err)
 	must(t, owner, sql)
-	return owner, open(pgtest.Login(t, address, prefix, "relay")), prefix
+	return owner, poolAt(t, pgtest.Login(t, address, prefix, "relay")), prefix
 }
 
 // wentBack are ways in which the sequence goes back, and whether rows of before are there still.
@@ -229,9 +211,7 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	config := owner.Config()
 	config.ConnConfig.RuntimeParams["role"] = prefix + "_operator"
 	config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
-	operator, err := pgxpool.NewWithConfig(ctx, config)
-	require.NoError(t, err)
-	defer operator.Close()
+	operator := pgtest.PoolOf(t, config)
 	var mu sync.Mutex
 	var repaired []relay.Repaired
 	var group sync.WaitGroup
@@ -305,9 +285,7 @@ func TestRepairIsBounded(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
 	owner, _, prefix := roled(t)
-	pool, err := pgxpool.New(ctx, pgtest.Login(t, owner.Config().ConnString(), prefix, "operator"))
-	require.NoError(t, err)
-	defer pool.Close()
+	pool := poolAt(t, pgtest.Login(t, owner.Config().ConnString(), prefix, "operator"))
 	insertAll(t, owner, kafkatest.Topic(t, 1), numbered("v", 3))
 	last := `SELECT pg_sequence_last_value('effectonce.outbox_seq_seq')`
 	must(t, owner, `INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('r', 0); INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch) VALUES ('r', 0, 1, 0)`)
@@ -440,7 +418,7 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 				testwait.True(t, "all rows are there", func() bool {
 					_, err := relay.Repair(t.Context(), owner, relay.RepairOptions{Who: "ana", Why: "test"})
 					require.NoError(t, err)
-					return len(firsts(t, topic)) >= len(want)
+					return len(distinctInOrder(values(t, topic))) >= len(want)
 				})
 				requireFirsts(t, topic, want)
 				insertAll(t, owner, topic, []string{"last"})

@@ -1,16 +1,21 @@
 package relay_test
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/base64"
 	"errors"
+	"fmt"
 	"log/slog"
+	"net"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -24,6 +29,7 @@ import (
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
+	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -287,4 +293,109 @@ func TestTopicThatIsClearSoonKillsNothing(t *testing.T) {
 func kafkaAdmin(t *testing.T, fake *kfake.Cluster) *kadm.Client {
 	t.Helper()
 	return kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
+}
+
+// Property: the database bounds what a publisher inserts, also if it comes compressed from a table
+// of the publisher's own, and outbox.Publish checks the bounds before.
+func TestRowsAreBounded(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	must(t, pool, `CREATE TABLE source (payload bytea, key bytea, headers jsonb);
+		INSERT INTO source VALUES (convert_to(repeat('x', 100000001), 'UTF8'), convert_to(repeat('x', 1048577), 'UTF8'), jsonb_build_object('h', repeat('x', 9000000)))`)
+	require.Less(t, one[int](t, pool, `SELECT pg_column_size(headers) FROM source`), 2<<20, "the test's own premise")
+	for _, columns := range []string{"payload", "key", "headers"} {
+		_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, `+columns+`) SELECT 't', `+columns+` FROM source`)
+		require.ErrorContains(t, err, "outbox_row_is_out_of_bounds", columns)
+		_, err = pool.Exec(t.Context(), `INSERT INTO effectonce.outbox_scheduled (due_at, topic, `+columns+`) SELECT now(), 't', `+columns+` FROM source`)
+		require.ErrorContains(t, err, "outbox_scheduled_row_is_out_of_bounds", columns)
+	}
+	large, err := outbox.New(outbox.Config{RecordBytesMax: 100_000_000})
+	require.NoError(t, err)
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { require.NoError(t, tx.Rollback(t.Context())) }()
+	err = large.Publish(t.Context(), tx, outbox.Message{Topic: "t", Key: make([]byte, 1<<20+1), Headers: []outbox.Header{{Name: "h", Value: make([]byte, 1<<20)}}})
+	require.ErrorIs(t, err, outbox.ErrInvalid)
+	require.ErrorContains(t, err, "Key has 1048577 bytes: want at most 1048576")
+	require.ErrorContains(t, err, "Headers take 1048587 bytes: want at most 1048576")
+	require.NoError(t, large.Publish(t.Context(), tx, outbox.Message{Topic: "t", Key: make([]byte, 1<<20), Headers: []outbox.Header{{Name: "h", Value: make([]byte, 1<<20-11)}}}))
+}
+
+// countedConn counts what a server sends.
+type countedConn struct {
+	net.Conn
+	read *atomic.Int64
+}
+
+func (c countedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	c.read.Add(int64(n))
+	return n, err
+}
+
+// Property: large rows behind small ones are read once: a page is cut by bytes on the server. Order
+// and values are kept, also where small and large rows alternate, with and without keys, and where
+// a single row is larger than a page. Row O47 of guarantees.md.
+func TestLargeRowsAreReadOnce(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "10000000")
+	var read atomic.Int64
+	config := pool.Config()
+	dial := config.ConnConfig.DialFunc
+	config.ConnConfig.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		conn, err := dial(ctx, network, addr)
+		return countedConn{conn, &read}, err
+	}
+	counted := pgtest.PoolOf(t, config)
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+		SELECT $1, CASE WHEN n % 3 > 0 THEN 'k'::bytea END, convert_to(n || '-' || repeat('x', CASE WHEN n <= 3000 THEN 10
+			WHEN n % 50 = 0 THEN 3000000 WHEN n % 5 = 0 THEN 5 ELSE 100000 END), 'UTF8') FROM generate_series(1, 3250) AS n`, topic)
+	var want int64
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT sum(octet_length(payload) + 100) FROM effectonce.outbox`).Scan(&want))
+
+	drain(t, newRelay(t, counted, relay.Config{InFlightBytesMax: 8 << 20}))
+	got := values(t, topic)
+	require.Len(t, got, 3250)
+	for i, value := range got {
+		number, _, _ := strings.Cut(value, "-")
+		require.Equal(t, fmt.Sprint(i+1), number)
+	}
+	t.Logf("%d bytes of rows, %d bytes read", want, read.Load())
+	require.Less(t, float64(read.Load()), 1.3*float64(want))
+}
+
+// Property: headers whose text is much longer than what is stored are refused: the relay would read
+// up to a gigabyte, or fail, for a row of a few kilobytes.
+func TestHeadersThatInflateAreRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	headers := `{"a":[` + strings.TrimSuffix(strings.Repeat("1e131071,", 100), ",") + `]}` // of 131,072 digits each
+	for _, sql := range []string{
+		`INSERT INTO effectonce.outbox (topic, headers) VALUES ('t', $1::text::jsonb)`,
+		`INSERT INTO effectonce.outbox_scheduled (due_at, topic, headers) VALUES (now(), 't', $1::text::jsonb)`,
+	} {
+		_, err := pool.Exec(t.Context(), sql, headers)
+		require.ErrorContains(t, err, "row_is_out_of_bounds")
+	}
+}
+
+// Property: headers that Publish accepts are accepted by the tables, as they are and compressed,
+// now and for later, and in another cluster, whatever bytes they are of.
+func TestHeadersThatPublishAcceptsFit(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	large, err := outbox.New(outbox.Config{RecordBytesMax: 100_000_000})
+	require.NoError(t, err)
+	for i, value := range []string{"\x01", "\xff", "ü"} {
+		n := (1<<20 - 20) / len(value)
+		msg := outbox.Message{ID: uuid.New(), Topic: "t", Headers: []outbox.Header{{Name: "h", Value: []byte(strings.Repeat(value, n))}}}
+		later := msg
+		later.DeliverAt = time.Unix(1000, 0)
+		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return large.Publish(ctx, tx, msg, later) }), "%d", i)
+	}
+	found, moved, err := newRelay(t, pool, relay.Config{}).PromotePage(ctx, 100)
+	require.NoError(t, err)
+	require.Equal(t, []int{3, 3}, []int{found, moved})
+	must(t, pool, `UPDATE effectonce.outbox SET txid = pg_current_xact_id()`)
+	require.Equal(t, 6, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
 }

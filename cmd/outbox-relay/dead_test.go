@@ -1,6 +1,13 @@
 package main_test
 
 import (
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/hex"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 
@@ -8,6 +15,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
@@ -119,4 +128,107 @@ func TestRelayFollowsTheOperator(t *testing.T) {
 	assert.Equal(t, "1 row discarded; 1 key released\n", r.stdout)
 	testwait.True(t, "no dead row", func() bool { return len(deadRows(t, conn)) == 0 })
 	assert.Equal(t, []string{"a1", "a2"}, published("a"))
+}
+
+// parkSQL is what a consumer leaves: order-1 failed and holds its key, with two behind it; one
+// without a key; one of another topic with a key that is no text; one that is too large.
+const parkSQL = `
+INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}'), ('audit/payments', 'audit', '{payments}');
+INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, payload, headers, reason, error, attempts, state, parked_at)
+SELECT c.id, ('01976f00-0000-7000-8000-00000000000' || m.n)::uuid, c.topics[1], 0, m.n, m.key, convert_to(m.payload, 'UTF8'),
+  '{"authorization": "CANARY header"}', m.reason, m.error, 10, m.state, clock_timestamp() - interval '10 minutes'
+FROM (VALUES
+  (1, 'billing', 'order-1'::bytea, E'CANARY payload\n\ttabbed \x1b[31m', 'failed', E'no account 7\nat ledger', 'parked'),
+  (2, 'billing', 'order-1', 'CANARY', 'behind', '', 'behind'),
+  (3, 'billing', 'order-1', 'CANARY', 'behind', '', 'behind'),
+  (4, 'billing', NULL, 'CANARY', 'permanent', E'evil \x1b]0;x\x07', 'parked'),
+  (5, 'audit', '\x00ff', 'CANARY', 'undecodable', 'no JSON', 'parked'),
+  (6, 'audit', 'p', NULL, 'too_large', 'message has 99 bytes', 'parked')
+) AS m (n, consumer_group, key, payload, reason, error, state)
+JOIN effectonce.consumers c USING (consumer_group) ORDER BY m.n`
+
+const idPrefix = "01976f00-0000-7000-8000-00000000000"
+
+// parkedRows lists what is parked, as "offset state".
+func parkedRows(t *testing.T, conn *pgx.Conn) []string {
+	t.Helper()
+	rows, err := conn.Query(t.Context(), `SELECT format('%s %s', "offset", state) FROM effectonce.parked_messages ORDER BY seq`)
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return all
+}
+
+var untouched = []string{"1 parked", "2 behind", "3 behind", "4 parked", "5 parked", "6 parked"}
+
+// requests makes one key in doubt, one given up, one that is locked, one that is stuck, and two
+// finished ones, one of which is over.
+func requests(t *testing.T, conn *pgx.Conn) {
+	t.Helper()
+	execSQL(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, request, body, status, locked_until, locked_by,
+			attempts, error, created_at, finished_at, expires_at) VALUES
+		('t7', 'charge', 'in-doubt', sha256('x'), 'indeterminate', '{reserve}', 'pay', 'card 4111', NULL, NULL, NULL, 'pod-1', 1, 'no answer', now() - interval '3 hours', NULL, NULL),
+		('t7', 'charge', 'given-up', sha256('x'), 'abandoned', '{}', NULL, 'card 4222', NULL, NULL, NULL, 'pod-1', 20, 'refused', now() - interval '2 hours', NULL, NULL),
+		('t7', 'charge', 'locked', sha256('x'), 'running', '{}', NULL, NULL, NULL, NULL, now() + interval '1 hour', 'pod-2', 1, NULL, now() - interval '1 hour', NULL, NULL),
+		('t7', 'charge', 'same', sha256('x'), 'running', '{}', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, now() - interval '4 hours', NULL, NULL),
+		('t8', 'charge', 'same', sha256('x'), 'finished', '{}', NULL, NULL, 'paid: 4333', 201, NULL, NULL, 1, NULL, now(), now(), now() + interval '1 day'),
+		('t8', 'charge', 'over', sha256('x'), 'finished', '{}', NULL, NULL, 'paid', 201, NULL, NULL, 1, NULL, now(), now(), now() - interval '2 hours')`)
+}
+
+// Names that are no text are refused before anything is done.
+func TestKeysRefuseWrongUse(t *testing.T) {
+	t.Parallel()
+	for _, line := range []string{"show \xe9", "unlock \xe9 --why w", "show k --scope \xe9", "list --operation \xe9"} {
+		r := runOn(t, "postgres://u@127.0.0.1:1/d", append([]string{"keys"}, strings.Fields(line)...)...)
+		assert.Equal(t, 2, r.code, line)
+		assert.Contains(t, r.stderr, ": want 1 to 255 characters of UTF-8", line)
+	}
+	r := runOn(t, "postgres://u@127.0.0.1:1/d", "keys", "finish", "k", "--status", "201", "--header", "X-A:\xe9", "--why", "w")
+	assert.Equal(t, 2, r.code)
+	assert.Contains(t, r.stderr, "Name: value")
+}
+
+// Property: an outcome that a person stored for a webhook's event in doubt is answered: status 0 as
+// 200, and a body makes no refusal of it, unless it is that of one.
+func TestOutcomeOfAPersonAnswersAWebhook(t *testing.T) {
+	t.Parallel()
+	const secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	address := pgtest.Database(t)
+	var answer webhook.Answer
+	receiver, err := webhook.New(pool(t, address), webhook.Config{
+		Sender: "github", Scheme: webhook.GitHub(secret), Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answer = a }},
+	}, func(context.Context, pgx.Tx, webhook.Event) error { return idempotency.Indeterminate(io.EOF) })
+	require.NoError(t, err)
+	deliver := func(id string) *httptest.ResponseRecorder {
+		mac := hmac.New(sha256.New, []byte(secret))
+		mac.Write([]byte(`{}`))
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/webhooks", strings.NewReader(`{}`))
+		r.Header = http.Header{"X-Hub-Signature-256": {"sha256=" + hex.EncodeToString(mac.Sum(nil))}, "X-Github-Delivery": {id}, "X-Github-Event": {"invoice.paid"}}
+		w := httptest.NewRecorder()
+		receiver.ServeHTTP(w, r)
+		return w
+	}
+	for id, c := range map[string]struct {
+		status, body string
+		want         int
+		text         string
+	}{
+		"evt_0":   {"0", "", 200, "OK\n"},
+		"evt_422": {"422", "", 422, "Unprocessable Entity\n"},
+		"evt_no":  {"200", "refused", 200, "refused\n"},
+	} {
+		require.Equal(t, http.StatusServiceUnavailable, deliver(id).Code)
+		args := []string{"keys", "finish", id, "--status", c.status, "--window", "24h", "--why", "looked"}
+		if c.body != "" {
+			args = append(args, "--body-file", file(t, c.body))
+		}
+		finished := runOn(t, address, args...)
+		require.Zero(t, finished.code, finished.stderr)
+		for range 2 {
+			w := deliver(id)
+			require.Equal(t, c.want, w.Code, id)
+			require.Equal(t, c.text, w.Body.String(), id)
+			require.Equal(t, []any{true, c.text == "refused\n"}, []any{answer.Replayed, answer.Refused}, id)
+		}
+	}
 }

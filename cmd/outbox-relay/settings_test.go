@@ -1,12 +1,20 @@
 package main_test
 
 import (
+	"flag"
 	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 )
 
 // A flag wins over its own variable, that wins over the general one, and an empty variable is none.
@@ -95,4 +103,79 @@ func TestVersion(t *testing.T) {
 	r := run(t, nil, "version")
 	require.Zero(t, r.code)
 	assert.Contains(t, r.stdout, fmt.Sprintf("schema   version %d\n", latest(t)))
+}
+
+var update = flag.Bool("update", false, "write docs/cli.md anew")
+
+// docs/cli.md is generated from the commands, without values of a user or a machine.
+func TestCommandLineIsDocumented(t *testing.T) {
+	t.Parallel()
+	const path = "../../docs/cli.md"
+	want := main.CommandLine()
+	if *update {
+		require.NoError(t, os.WriteFile(path, []byte(want), 0o600))
+	}
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	assert.Equal(t, want, string(text), "docs/cli.md is not what the commands say: go test ./cmd/outbox-relay -run TestCommandLineIsDocumented -update")
+	for _, name := range []string{"explain", "verify", "tail", "positions", "parked retry"} {
+		assert.Contains(t, want, "\n| `"+name+"` | ")
+	}
+}
+
+// Property: each command line that a document or the help of a command shows names a command and
+// flags that are there.
+func TestDocumentedCommandsExist(t *testing.T) {
+	t.Parallel()
+	blocks, line := regexp.MustCompile("(?ms)^ *```sh\n(.*?)^ *```$"), regexp.MustCompile(`(?:^|&& )(?:go run \./cmd/)?outbox-relay ([^#&|<>]*)`)
+	lines := 0
+	check := func(where, shown string) {
+		for _, found := range line.FindAllStringSubmatch(strings.TrimSpace(shown), -1) {
+			lines++
+			assert.NoError(t, main.CheckCommandLine(shellWords(found[1])), "%s: %s", where, shown)
+		}
+	}
+	for command, help := range main.Helps() {
+		for shown := range strings.Lines(strings.ReplaceAll(help, "\\\n", " ")) {
+			if strings.HasPrefix(shown, "  ") { // not a sentence
+				check(command+" --help", shown)
+			}
+		}
+	}
+	require.Greater(t, lines, 60, "in the help")
+	require.NoError(t, filepath.WalkDir("../..", func(path string, _ fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, ".md") || strings.HasSuffix(path, "CHANGELOG.md") {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		for _, block := range blocks.FindAllStringSubmatch(string(text), -1) {
+			for shown := range strings.Lines(strings.ReplaceAll(block[1], "\\\n", " ")) {
+				check(path, shown)
+			}
+		}
+		return nil
+	}))
+	require.Greater(t, lines, 100)
+}
+
+// shellWords splits at blanks outside of quotes.
+func shellWords(text string) (words []string) {
+	for _, word := range regexp.MustCompile(`(?:[^\s'"]|'[^']*'|"[^"]*")+`).FindAllString(text, -1) {
+		words = append(words, strings.NewReplacer("'", "", `"`, "").Replace(word))
+	}
+	return words
+}
+
+// Property: a program that is built with -tags lean links nothing that is only for trying out.
+// (The test of the image builds it.)
+func TestLeanProgramLinksNoServers(t *testing.T) {
+	t.Parallel()
+	list, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "-tags", "lean", ".").CombinedOutput()
+	require.NoError(t, err, string(list))
+	for _, module := range []string{"testcontainers", "kfake", "embedded-postgres", "docker/docker", "internal/servers"} {
+		assert.NotContains(t, string(list), module)
+	}
 }

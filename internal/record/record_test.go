@@ -6,6 +6,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/record"
@@ -45,3 +46,76 @@ func TestReservedHeadersAreTheRows(t *testing.T) {
 	}, made.Headers)
 	assert.Equal(t, []string{outbox.HeaderMessageID, outbox.HeaderOccurredAt, outbox.HeaderPartition}, []string{record.HeaderMessageID, record.HeaderOccurredAt, record.HeaderPartition})
 }
+
+// Property: a row asks for one partition, from 0 on, or for none; its other headers stay as they
+// are.
+func TestTake(t *testing.T) {
+	t.Parallel()
+	other, asked := outbox.Header{Name: "a", Value: []byte("b")}, func(v string) outbox.Header {
+		return outbox.Header{Name: outbox.HeaderPartition, Value: []byte(v)}
+	}
+	none := []outbox.Header{other}
+	rest, partition, err := record.TakePartition(none)
+	require.NoError(t, err)
+	assert.Nil(t, partition)
+	assert.Equal(t, none, rest)
+	given := []outbox.Header{asked("12"), other}
+	rest, partition, err = record.TakePartition(given)
+	require.NoError(t, err)
+	assert.EqualValues(t, 12, *partition)
+	assert.Equal(t, none, rest)
+	assert.Equal(t, []outbox.Header{asked("12"), other}, given, "the caller's slice stays")
+	for _, wrong := range [][]outbox.Header{{asked("")}, {asked("-1")}, {asked("1.5")}, {asked("2147483648")}, {asked("1"), asked("1")}, {{Name: outbox.HeaderPartition}}} {
+		_, _, err := record.TakePartition(wrong)
+		assert.Error(t, err, "%s", wrong)
+	}
+}
+
+// Property: what the client sees of the partitioner inside, also of its optional interfaces, is
+// what it would see without the wrapper; records that are placed change nothing of it.
+func TestWrapKeepsWhatItWraps(t *testing.T) {
+	t.Parallel()
+	for name, inner := range map[string]kgo.Partitioner{
+		"sticky": kgo.StickyPartitioner(), "sticky by key": kgo.StickyKeyPartitioner(nil), "manual": kgo.ManualPartitioner(),
+		"backup": kgo.LeastBackupPartitioner(), "uniform": kgo.UniformBytesPartitioner(1000, true, true, nil), "round robin": kgo.RoundRobinPartitioner(),
+	} {
+		plain, wrapped := inner.ForTopic("a"), record.WrapPartitioner(inner).ForTopic("a")
+		_, plainBackup := plain.(kgo.TopicBackupPartitioner)
+		_, wrappedBackup := wrapped.(kgo.TopicBackupPartitioner)
+		assert.Equal(t, plainBackup, wrappedBackup, name)
+		_, plainBatch := plain.(kgo.TopicPartitionerOnNewBatch)
+		_, wrappedBatch := wrapped.(kgo.TopicPartitionerOnNewBatch)
+		assert.Equal(t, plainBatch, wrappedBatch, name)
+		placed, other := &kgo.Record{Key: []byte("k")}, &kgo.Record{Key: []byte("k")}
+		record.SetPartition(placed, 7)
+		assert.True(t, wrapped.RequiresConsistency(placed), name)
+		assert.Equal(t, plain.RequiresConsistency(other), wrapped.RequiresConsistency(other), name)
+		if backup, ok := wrapped.(kgo.TopicBackupPartitioner); ok {
+			assert.Equal(t, 7, backup.PartitionByBackup(placed, 9, nil), name)
+		} else {
+			assert.Equal(t, 7, wrapped.Partition(placed, 9), name)
+		}
+	}
+}
+
+// Property: a batch that a placed record begins does not move the others to another partition.
+func TestPlacedRecordsMoveNoOthers(t *testing.T) {
+	t.Parallel()
+	inner := &counting{}
+	topic := record.WrapPartitioner(inner).ForTopic("a")
+	placed := &kgo.Record{}
+	record.SetPartition(placed, 3)
+	require.Equal(t, 3, topic.Partition(placed, 9))
+	topic.(kgo.TopicPartitionerOnNewBatch).OnNewBatch()
+	require.Zero(t, inner.batches)
+	require.Zero(t, topic.Partition(&kgo.Record{}, 9))
+	topic.(kgo.TopicPartitionerOnNewBatch).OnNewBatch()
+	require.Equal(t, 1, inner.batches)
+}
+
+type counting struct{ batches int }
+
+func (c *counting) ForTopic(string) kgo.TopicPartitioner  { return c }
+func (*counting) RequiresConsistency(*kgo.Record) bool    { return false }
+func (*counting) Partition(*kgo.Record, int) (picked int) { return 0 }
+func (c *counting) OnNewBatch()                           { c.batches++ }

@@ -1,12 +1,25 @@
 package servers_test
 
 import (
+	"context"
+	"errors"
+	"net/url"
+	"os"
+	"os/exec"
+	"strings"
 	"testing"
+	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // A free port may be taken when the server needs it: the next one is tried, but not forever.
@@ -18,4 +31,222 @@ func TestNextPortAfterACollision(t *testing.T) {
 	tried, err = servers.LaunchBeside(t.Context(), 99)
 	require.ErrorContains(t, err, "Address already in use")
 	assert.Equal(t, 5, tried)
+}
+
+func startKafka(t *testing.T, opts servers.KafkaOptions) *servers.Kafka {
+	t.Helper()
+	began := time.Now()
+	k, err := servers.StartKafka(t.Context(), opts)
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, k.Stop(context.WithoutCancel(t.Context()))) })
+	t.Logf("%s after %s", k.Description, time.Since(began).Round(time.Millisecond))
+	return k
+}
+
+func client(t *testing.T, k *servers.Kafka, opts ...kgo.Opt) *kgo.Client {
+	t.Helper()
+	c, err := kgo.NewClient(append([]kgo.Opt{kgo.SeedBrokers(k.Brokers...)}, opts...)...)
+	require.NoError(t, err)
+	t.Cleanup(c.Close)
+	return c
+}
+
+// firstRecord is what a careful consumer sees at the start of the topic.
+func firstRecord(t *testing.T, k *servers.Kafka, topic string) string {
+	t.Helper()
+	c := client(t, k, kgo.ConsumeTopics(topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()))
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	fetches := c.PollRecords(ctx, 1)
+	require.NoError(t, fetches.Err())
+	return string(fetches.Records()[0].Value)
+}
+
+// refuseUnknownTopic: a misspelt name must not pass a test because the broker made the topic.
+func refuseUnknownTopic(t *testing.T, k *servers.Kafka) {
+	t.Helper()
+	c := client(t, k, kgo.AllowAutoTopicCreation(), kgo.UnknownTopicRetries(1))
+	err := c.ProduceSync(t.Context(), &kgo.Record{Topic: "misspelt"}).FirstErr()
+	require.ErrorIs(t, err, kerr.UnknownTopicOrPartition)
+}
+
+// A transaction commits, which shows that the broker reaches itself, and its records survive a
+// crash of the broker at the same address.
+func TestKafkaKeepsCommittedTransactionThroughKill(t *testing.T) {
+	t.Parallel()
+	for name, opts := range map[string]servers.KafkaOptions{
+		"best kind": {Own: true},
+		"kfake":     {Embedded: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			k := startKafka(t, opts)
+			producer := client(t, k, kgo.TransactionalID("producer"), kgo.DefaultProduceTopic("kept"))
+			_, err := kadm.NewClient(producer).CreateTopic(t.Context(), 1, -1, nil, "kept")
+			require.NoError(t, err)
+			require.NoError(t, producer.BeginTransaction())
+			require.NoError(t, producer.ProduceSync(t.Context(), kgo.StringRecord("committed")).FirstErr())
+			require.NoError(t, producer.EndTransaction(t.Context(), kgo.TryCommit))
+			assert.Equal(t, "committed", firstRecord(t, k, "kept"))
+			refuseUnknownTopic(t, k)
+
+			if k.Kind != servers.KindContainer {
+				require.ErrorContains(t, k.Kill(t.Context()), "no process to kill")
+				return
+			}
+			require.NoError(t, k.Kill(t.Context()))
+			began := time.Now()
+			require.NoError(t, k.Restart(t.Context()))
+			t.Logf("answers again after %s", time.Since(began).Round(time.Millisecond))
+			assert.Equal(t, "committed", firstRecord(t, k, "kept"))
+		})
+	}
+}
+
+func startPostgres(t *testing.T, opts servers.PostgresOptions) *servers.Postgres {
+	t.Helper()
+	began := time.Now()
+	p, err := servers.StartPostgres(t.Context(), opts)
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, p.Stop(context.WithoutCancel(t.Context()))) })
+	t.Logf("%s after %s", p.Description, time.Since(began).Round(time.Millisecond))
+	return p
+}
+
+func execute(t *testing.T, address, sql string) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), address)
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, conn.Close(t.Context())) }()
+	_, err = conn.Exec(t.Context(), sql)
+	require.NoError(t, err)
+}
+
+func query(t *testing.T, address, sql string) (value string) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), address)
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, conn.Close(t.Context())) }()
+	require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&value))
+	return value
+}
+
+// What was committed before a crash is there after it, at the same address and with the same
+// settings. A server that cannot start says why, at once, and leaves nothing running.
+func TestPostgresKeepsCommittedDataThroughKill(t *testing.T) {
+	t.Parallel()
+	for name, opts := range map[string]servers.PostgresOptions{
+		"best kind": {Own: true}, // a container, where an engine answers
+		"embedded":  {Embedded: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			if name == "best kind" {
+				longtest.Only(t, "one more server")
+			}
+			opts.Parameters = map[string]string{"no_such_parameter": "1"}
+			_, err := servers.StartPostgres(t.Context(), opts)
+			require.ErrorContains(t, err, "the server exited")
+			require.ErrorContains(t, err, `unrecognized configuration parameter "no_such_parameter"`)
+
+			opts.Parameters = map[string]string{"deadlock_timeout": "200ms", "max_connections": "30"}
+			p := startPostgres(t, opts)
+			execute(t, p.URL, "CREATE TABLE kept AS SELECT 'committed' AS what")
+			require.NoError(t, p.Kill(t.Context()))
+			_, err = pgx.Connect(t.Context(), p.URL)
+			require.Error(t, err, "the server is down")
+			require.NoError(t, p.Restart(t.Context()))
+			assert.Equal(t, "committed 200ms 30 UTF8", query(t, p.URL,
+				"SELECT concat_ws(' ', what, current_setting('deadlock_timeout'), current_setting('max_connections'), current_setting('server_encoding')) FROM kept"))
+			require.NoError(t, p.Kill(t.Context()), "and it can be stopped while it is down")
+		})
+	}
+}
+
+// A server that the caller names is used, not owned: it survives Stop, refuses Kill, and its
+// password stays out of the description.
+func TestExternalPostgresIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	owner := startPostgres(t, servers.PostgresOptions{Embedded: true})
+	guest, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{DatabaseURL: owner.URL})
+	require.NoError(t, err)
+	assert.Equal(t, servers.KindExternal, guest.Kind)
+	u, err := url.Parse(owner.URL)
+	require.NoError(t, err)
+	password, _ := u.User.Password()
+	require.NotEmpty(t, password)
+	assert.NotContains(t, guest.Description, password)
+
+	require.ErrorContains(t, guest.Kill(t.Context()), "did not start it")
+	require.NoError(t, guest.Stop(t.Context()))
+	assert.Equal(t, "1", query(t, owner.URL, "SELECT '1'"))
+}
+
+// An embedded server ends with the process that started it, even if that is killed.
+func TestEmbeddedPostgresDiesWithItsProcess(t *testing.T) {
+	t.Parallel()
+	program, err := os.Executable()
+	require.NoError(t, err)
+	address, err := exec.CommandContext(t.Context(), program, crashing).Output()
+	require.ErrorContains(t, err, "signal: killed")
+	require.NotEmpty(t, address)
+	testwait.True(t, "the server is gone", func() bool {
+		_, err := pgx.Connect(t.Context(), string(address))
+		return err != nil && strings.Contains(err.Error(), "connection refused")
+	})
+}
+
+// Where containers are required, their absence is an error that says so, not a quieter test.
+func TestRequiredContainersAreNotReplaced(t *testing.T) {
+	t.Setenv("DOCKER_HOST", "unix:///nonexistent")
+	t.Setenv("REQUIRE_CONTAINERS", "1")
+	_, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true})
+	require.ErrorContains(t, err, "REQUIRE_CONTAINERS=1, but no Docker engine answers")
+	_, err = servers.StartKafka(t.Context(), servers.KafkaOptions{Own: true})
+	require.ErrorContains(t, err, "REQUIRE_CONTAINERS=1, but no Docker engine answers")
+}
+
+// A server's clock keeps the offset from the machine's clock, also after a crash. Its timeouts,
+// which also use that clock, last as long as before.
+func TestClockOffset(t *testing.T) {
+	longtest.Only(t, "servers with other clocks")
+	t.Parallel()
+	for _, offset := range []time.Duration{time.Hour, -90 * time.Minute} {
+		p, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true, ClockOffset: offset})
+		if errors.Is(err, servers.ErrNoCompiler) && os.Getenv("REQUIRE_CONTAINERS") != "1" { //nolint:forbidigo // as for servers: a skip is for people, not for CI
+			t.Skip("NOT TESTED: ", err)
+		}
+		require.NoError(t, err)
+		for range 2 {
+			there, err := time.Parse(time.RFC3339, query(t, p.URL, `SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')`))
+			require.NoError(t, err)
+			require.WithinDuration(t, time.Now().Add(offset), there, time.Minute)
+			requireTimeout(t, p.URL)
+			require.NoError(t, p.Kill(t.Context()))
+			require.NoError(t, p.Restart(t.Context()))
+		}
+		require.NoError(t, p.Stop(t.Context()))
+	}
+}
+
+func requireTimeout(t *testing.T, address string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	conn, err := pgx.Connect(ctx, address)
+	require.NoError(t, err)
+	defer func() { _ = conn.Close(t.Context()) }()
+	began := time.Now()
+	_, err = conn.Exec(ctx, "SET statement_timeout = 300; SELECT pg_sleep(10)")
+	require.ErrorContains(t, err, "statement timeout")
+	require.GreaterOrEqual(t, time.Since(began), 250*time.Millisecond)
+}
+
+// Without a C compiler a clock cannot be shifted, and no server with the machine's clock is used
+// instead.
+func TestClockOffsetNeedsACompiler(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	_, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{ClockOffset: time.Hour})
+	require.ErrorIs(t, err, servers.ErrNoCompiler)
 }

@@ -238,41 +238,6 @@ func TestFailureInABatchIsFound(t *testing.T) {
 	require.Equal(t, [][]string{{"a 1", "a 2"}, {"a 1"}, {"a 2"}, {"a 3", "a 4"}}, p.calls)
 }
 
-// Property: a row whose error is final moves to outbox_dead with it and holds its key; everything
-// else flows, and a retry publishes the key in its order. Rows O10, O11 of guarantees.md.
-func TestFinalRefusalHoldsTheKey(t *testing.T) {
-	t.Parallel()
-	ctx, pool := t.Context(), pgtest.Pool(t)
-	tooLarge := errors.New("message too large")
-	var p publisher
-	p.before = func(m *message.Message) error {
-		if tooLarge != nil && string(m.Payload) == "bad" {
-			return tooLarge
-		}
-		return nil
-	}
-	cause := tooLarge
-	sink := newSink(t, &p, watermillsink.Config{Final: func(err error) bool { return errors.Is(err, cause) }})
-	for _, row := range [][2]string{{"k", "1"}, {"k", "bad"}, {"other", "2"}, {"k", "3"}} {
-		publish(t, pool, outbox.Message{Topic: "a", Key: []byte(row[0]), Payload: []byte(row[1])})
-	}
-	_, err := newRelay(t, pool, sink, relay.Config{}).Drain(ctx)
-	require.NoError(t, err)
-	require.Equal(t, []string{"1", "2"}, p.taken())
-	found, err := pool.Query(ctx, `SELECT convert_from(payload, 'UTF8') || ' ' || reason || ' ' || (error LIKE '%message too large%') FROM effectonce.outbox_dead ORDER BY seq`)
-	require.NoError(t, err)
-	dead, err := pgx.CollectRows(found, pgx.RowTo[string])
-	require.NoError(t, err)
-	require.Equal(t, []string{"bad refused true", "3 behind false"}, dead)
-
-	tooLarge = nil
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
-	require.NoError(t, err)
-	_, err = newRelay(t, pool, sink, relay.Config{}).Drain(ctx)
-	require.NoError(t, err)
-	require.Equal(t, []string{"1", "2", "bad", "3"}, p.taken())
-}
-
 // Property: a publisher that hangs costs the relay the time of its context and one goroutine,
 // however often it tries; when the call ends at last, everything is published, in order.
 func TestPublisherThatHangs(t *testing.T) {

@@ -1,7 +1,13 @@
 package cli_test
 
 import (
+	"bytes"
+	"context"
+	"encoding/binary"
 	"errors"
+	"io"
+	"net"
+	"slices"
 	"testing"
 	"time"
 
@@ -37,4 +43,54 @@ func TestChecksAreReportedWithInvalidFlags(t *testing.T) {
 	require.EqualError(t, s.Resolve(cmd), "OUTBOX_NUMBER \"ten\": want a number, 1 to 9\n--topic is missing\n--group is missing")
 	assert.False(t, s.Resolved())
 	assert.Equal(t, 2*time.Second, pause)
+}
+
+// Row S6 of guarantees.md: the address that a name resolves to when it is dialed decides: a name of
+// this machine that resolves to another one is refused; another name that resolves to this machine
+// is not.
+func TestBrokersAreLookedAtWhenResolved(t *testing.T) {
+	t.Parallel()
+	for leads, refused := range map[[4]byte]bool{{127, 0, 0, 1}: false, {192, 0, 2, 1}: true} {
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = listener.Close() })
+		_, port, err := net.SplitHostPort(listener.Addr().String())
+		require.NoError(t, err)
+		broker := "broker.test:" + port
+		conn, err := cli.DialThisMachine(t.Context(), &net.Dialer{Timeout: time.Minute, Resolver: resolver(leads)}, broker)
+		if refused {
+			require.ErrorContains(t, err, "broker "+broker+", at 192.0.2.1:"+port+", is on another machine")
+			continue
+		}
+		require.NoError(t, err)
+		require.NoError(t, conn.Close())
+	}
+}
+
+// resolver finds one address for each name.
+func resolver(address [4]byte) *net.Resolver {
+	return &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) {
+		asked, server := net.Pipe() // not a packet's connection: messages have their length in front
+		go func() {
+			defer func() { _ = server.Close() }()
+			question := make([]byte, 512)
+			n, err := server.Read(question[:2])
+			if err == nil {
+				n, err = io.ReadFull(server, question[:binary.BigEndian.Uint16(question[:n])])
+			}
+			if err != nil {
+				return
+			}
+			const header, response, typeA = 12, 0x8180, 1
+			end := header + bytes.IndexByte(question[header:n], 0) + 5 // of name, type and class
+			answer := slices.Concat(question[:2], binary.BigEndian.AppendUint16(nil, response), []byte{0, 1, 0, 0, 0, 0, 0, 0}, question[header:end])
+			if question[end-3] == typeA {
+				answer[7] = 1
+				answer = append(answer, 0xc0, header, 0, typeA, 0, 1, 0, 0, 0, 60, 0, 4)
+				answer = append(answer, address[:]...)
+			}
+			_, _ = server.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(answer))), answer...))
+		}()
+		return asked, nil
+	}}
 }

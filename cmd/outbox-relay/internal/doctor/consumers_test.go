@@ -2,7 +2,9 @@ package doctor_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +17,9 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 const (
@@ -245,4 +249,145 @@ func TestAbandonedPositionsAreFound(t *testing.T) {
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE topic = $1", topic)
 	_, _, n = retention()
 	require.Equal(t, 1, n, "an idle partition passes time, too")
+}
+
+// anHourLater lets the doctor's own session see a clock that is an hour ahead: what is open now is
+// old then.
+func anHourLater(t *testing.T, address string) *pgx.Conn {
+	t.Helper()
+	conn := connect(t, address)
+	exec(t, conn, `CREATE SCHEMA IF NOT EXISTS skewed;
+		CREATE OR REPLACE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql RETURN pg_catalog.clock_timestamp() + interval '1 hour'`)
+	exec(t, conn, "SET search_path = skewed, pg_catalog")
+	return conn
+}
+
+// remedy returns the statement of a finding, without the remark behind it.
+func remedy(f doctor.Finding) string {
+	sql, _, _ := strings.Cut(f.Remedy, ";")
+	return sql
+}
+
+// Rows O4 and O20 of guarantees.md: a transaction that is open for long, and one that was prepared
+// and forgotten, are warnings. The remedy ends the first; how the second has to end is its
+// coordinator's to say. A cluster of its own: transactions of other tests would be seen.
+func TestLongTransactionsAreFound(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, map[string]string{"max_prepared_transactions": "5", "autovacuum": "off"})
+	pgtest.Migrate(t, cluster.URL)
+	later := anHourLater(t, cluster.URL)
+	require.Equal(t, doctor.OK, only(t, doctor.OpenTransactions(t.Context(), later)).Severity)
+
+	writer, reader := connect(t, cluster.URL), connect(t, cluster.URL)
+	exec(t, writer, "BEGIN; SET LOCAL application_name = 'month-end'; SELECT pg_current_xact_id()")
+	exec(t, reader, "BEGIN ISOLATION LEVEL REPEATABLE READ")
+	exec(t, reader, "SELECT 1 FROM effectonce.outbox")
+	exec(t, connect(t, cluster.URL), "BEGIN; SELECT pg_current_xact_id(); PREPARE TRANSACTION 'it''s forgotten'")
+	assert.Equal(t, doctor.OK, only(t, doctor.OpenTransactions(t.Context(), connect(t, cluster.URL))).Severity, "they are young")
+
+	found := doctor.OpenTransactions(t.Context(), later)
+	require.Len(t, found, 3)
+	for i, text := range []string{"month-end", "has held a snapshot", "prepared transaction it's forgotten"} {
+		assert.Equal(t, doctor.Warn, found[i].Severity)
+		assert.Contains(t, found[i].Message, text)
+		exec(t, connect(t, cluster.URL), remedy(found[i]))
+		harmless(t, found[i])
+	}
+	exec(t, connect(t, cluster.URL), "ROLLBACK PREPARED 'it''s forgotten'")
+	testwait.True(t, "no transaction is open", func() bool { return doctor.OpenTransactions(t.Context(), later)[0].Severity == doctor.OK })
+}
+
+// A replication slot that no process reads keeps WAL indefinitely; one whose reader is far behind
+// keeps dead rows. Both are named. The remedy does not drop the slot, since its reader would miss
+// what was written.
+func TestReplicationSlotsAreFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	check := func() []doctor.Finding { return doctor.ReplicationSlots(t.Context(), conn) }
+	slots := func(active bool, age int) {
+		exec(t, conn, fmt.Sprintf(`CREATE SCHEMA IF NOT EXISTS seen; CREATE OR REPLACE VIEW seen.pg_replication_slots AS
+			SELECT 'it_is'::name AS slot_name, %t AS active, '3'::xid AS xmin, NULL::xid AS catalog_xmin, NULL::pg_lsn AS restart_lsn, false AS temporary;
+			CREATE OR REPLACE FUNCTION seen.age(xid) RETURNS int LANGUAGE sql RETURN %d`, active, age))
+	}
+	slots(true, 10000000)
+	exec(t, conn, "SET search_path = seen, pg_catalog")
+	require.Equal(t, doctor.OK, only(t, check()).Severity)
+	slots(true, 10000001)
+	assert.Contains(t, only(t, check()).Message, "replication slot it_is is 10000001 transactions behind")
+	slots(false, 1)
+	f := only(t, check())
+	assert.Equal(t, doctor.Warn, f.Severity)
+	assert.Contains(t, f.Message, "no process reads replication slot it_is")
+	harmless(t, f)
+}
+
+// A huge backlog costs no more than a moderate one: the count stops, and an estimate that is not
+// too low takes its place.
+func TestHugeBacklogIsEstimated(t *testing.T) {
+	longtest.Only(t, "105,000 rows")
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	const rows = doctor.CountMax + 5000
+	exec(t, conn, "INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, $1)", rows)
+	status, err := doctor.ReadStatus(t.Context(), conn, "effectonce", doctor.StatusOptions{})
+	require.NoError(t, err)
+	require.Len(t, status.Relays, 1)
+	assert.False(t, status.Relays[0].WaitingExact)
+	assert.Equal(t, int64(rows), status.Relays[0].Waiting)
+	assert.False(t, status.Well)
+}
+
+// The count reads what waits, not what was published, also in the middle of a batch and behind a
+// tick that knows nothing of seq: two million old rows cost nothing. Here there are 30,000 old ones
+// and ten that wait, half of them late.
+func TestCountReadsOnlyWhatWaits(t *testing.T) {
+	t.Parallel()
+	for name, progress := range map[string]string{
+		"between batches":   "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 0, 1)",
+		"inside of a batch": "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq) VALUES ('default', 0, 1, 0, 0, 1, 30005)",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			address := pgtest.Database(t)
+			conn, late := connect(t, address), connect(t, address)
+			exec(t, late, "BEGIN")
+			exec(t, late, "INSERT INTO effectonce.outbox (topic) SELECT 'late' FROM generate_series(1, 5)")
+			exec(t, conn, "INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 30000)")
+			exec(t, conn, `INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 0)`)
+			exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
+			exec(t, conn, progress)
+			exec(t, conn, "INSERT INTO effectonce.outbox (topic) SELECT 'new' FROM generate_series(1, 5)")
+			exec(t, late, "COMMIT")
+			exec(t, conn, "ANALYZE effectonce.outbox")
+
+			seqs, err := doctor.WaitingSeqs(t.Context(), conn, "effectonce", 100)
+			require.NoError(t, err)
+			require.Equal(t, []int64{1, 2, 3, 4, 5, 30006, 30007, 30008, 30009, 30010}, seqs["default"])
+			read, err := doctor.ExplainWaiting(t.Context(), conn, "effectonce", doctor.CountMax)
+			require.NoError(t, err)
+			var plans []struct{ Plan plan }
+			require.NoError(t, json.Unmarshal(read, &plans))
+			assert.LessOrEqual(t, plans[0].Plan.rowsOfOutbox(), 20.0, "%s", read)
+		})
+	}
+}
+
+// plan is a node of EXPLAIN (ANALYZE, FORMAT JSON).
+type plan struct {
+	Relation string  `json:"Relation Name"`
+	Rows     float64 `json:"Actual Rows"`
+	Loops    float64 `json:"Actual Loops"`
+	Removed  float64 `json:"Rows Removed by Filter"`
+	Plans    []plan  `json:"Plans"`
+}
+
+func (p plan) rowsOfOutbox() float64 {
+	read := 0.0
+	if p.Relation == "outbox" {
+		read = (p.Rows + p.Removed) * p.Loops
+	}
+	for _, sub := range p.Plans {
+		read += sub.rowsOfOutbox()
+	}
+	return read
 }

@@ -1,6 +1,12 @@
 package doctor_test
 
 import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"os"
+	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -126,4 +132,121 @@ func TestRateIsMeasuredBetweenTwoLooks(t *testing.T) {
 		assert.LessOrEqual(t, *rate, rows*atMost)
 		assert.InEpsilon(t, rows/500, *rate / *status.Relays[0].RowsPerSecond, 0.01)
 	}
+}
+
+// Each kind of problem with requests is found alone, with its remedy. A request that is running, or
+// finished within its window, is none.
+func TestRequestsThatNobodyEnds(t *testing.T) {
+	t.Parallel()
+	const insert = `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, created_at, locked_until, retry_at, expires_at)
+		VALUES ('t', 'charge', 'k', sha256('x'), $1, now() - interval '3 hours', now() + $2::interval, now() + $3::interval, now() + $4::interval)`
+	conn := connect(t, pgtest.Database(t))
+	for name, c := range map[string]struct {
+		values []any
+		want   string // empty: all is well
+		remedy string
+	}{
+		"indeterminate":                 {[]any{"indeterminate", nil, nil, nil}, "1 requests are indeterminate", "outbox-relay keys list --state indeterminate"},
+		"abandoned":                     {[]any{"abandoned", nil, nil, nil}, "1 requests are abandoned", "outbox-relay keys list --state abandoned"},
+		"stuck":                         {[]any{"running", "-61 min", nil, nil}, "no process has worked on them for 1h", "outbox-relay keys list --state stuck --older-than 1h"},
+		"never locked":                  {[]any{"running", nil, nil, nil}, "no process has worked on them", "--state stuck"},
+		"over":                          {[]any{"finished", nil, nil, "-2 hours"}, "whose window ended 2h", "outbox-relay keys reap"},
+		"locked":                        {[]any{"running", "1 min", nil, nil}, "", ""},
+		"its lock has just ended":       {[]any{"running", "-1 min", nil, nil}, "", ""},
+		"put off for hours":             {[]any{"running", nil, "1 min", nil}, "are postponed repeatedly", "keys list --state running --older-than 1h"},
+		"counts failures":               {[]any{"running", nil, "20 hours", "20 hours"}, "", ""},
+		"a count that is not forgotten": {[]any{"running", nil, "-2 hours", "-2 hours"}, "no process has worked on them", "--state stuck"},
+		"over for a moment":             {[]any{"finished", nil, nil, "-1 min"}, "", ""},
+		"within its window":             {[]any{"finished", nil, nil, "1 hour"}, "", ""},
+		"finished, never forgotten":     {[]any{"finished", nil, nil, nil}, "", ""},
+	} {
+		exec(t, conn, "TRUNCATE effectonce.idempotency_keys")
+		exec(t, conn, insert, c.values...)
+		f := only(t, doctor.IdempotencyKeys(t.Context(), conn, "effectonce"))
+		if c.want == "" {
+			assert.Equal(t, doctor.OK, f.Severity, "%s: %s", name, f.Message)
+			continue
+		}
+		assert.Equal(t, doctor.Warn, f.Severity, name)
+		assert.Contains(t, f.Message, c.want, name)
+		assert.Contains(t, f.Remedy, c.remedy, name)
+	}
+}
+
+// Counting keys reads the partial indexes, and none of a million finished ones; each kind is
+// counted up to its limit.
+func TestKeysAreCountedThroughTheirIndexes(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, expires_at)
+		SELECT 't', 'charge', n::text, sha256('x'), CASE WHEN n <= 10010 THEN 'indeterminate' WHEN n <= 10020 THEN 'running' ELSE 'finished' END,
+			CASE WHEN n > 10020 THEN clock_timestamp() + interval '1 day' END FROM generate_series(1, 30000) n`)
+	exec(t, conn, "ANALYZE effectonce.idempotency_keys")
+	k, err := doctor.ReadKeys(t.Context(), conn, "effectonce")
+	require.NoError(t, err)
+	assert.Equal(t, int64(doctor.KeysMax), k.Indeterminate)
+	assert.Equal(t, int64(10), k.Running)
+	assert.Contains(t, only(t, doctor.IdempotencyKeys(t.Context(), conn, "effectonce")).Message, "10000 or more requests")
+	plan := pgtest.Plan(t, conn, doctor.KeysSQL, doctor.KeysMax, "1 hour")
+	assert.NotContains(t, plan, "Seq Scan")
+	for _, index := range []string{"unfinished", "undecided", "expiry"} {
+		assert.Contains(t, plan, "idempotency_keys_"+index)
+	}
+}
+
+// destroys finds commands that take away what is stored: records of a topic, positions, claims,
+// rows, slots, promises of a prepared transaction. (delete.retention.ms is how long the compactor
+// keeps marks, not records.)
+var destroys = regexp.MustCompile(`(?i)(^|[^.])retention\.(ms|bytes)\s*=|cleanup\.policy\s*=|` +
+	`kafka-delete-records|--delete\b|reset-offsets|unclean|` +
+	`\bdelete\s+from\b|\btruncate\s+(table|only|%|"|[a-z_]+[.;"])|\bdrop\s+(table|schema|database|role|owned|topic|index|column|constraint|trigger|function|if)\b|pg_drop_|\brollback prepared\b|` +
+	`pg_resetwal|\bmigrate (down|to)\b|\b(relays|topics|position) delete\b|\b(parked|dead) discard\b|\bdiscard them\b|\bkeep less\b`)
+
+// harmless asserts that a remedy destroys nothing.
+func harmless(t *testing.T, f doctor.Finding) {
+	t.Helper()
+	assert.NotRegexp(t, destroys, f.Remedy, f.Check)
+}
+
+// tables are literals that destroy nothing although they name what does: they are no remedies.
+var tables = regexp.MustCompile(`^((SELECT|INSERT|UPDATE|DELETE|TRUNCATE)(\([a-z_ ]+\))?,?)+$`)
+
+// Property: no text of this package, of which every remedy is made, proposes what destroys; and
+// topics are only given settings that delete no record.
+func TestRemediesDestroyNothing(t *testing.T) {
+	t.Parallel()
+	files, err := os.ReadDir(".")
+	require.NoError(t, err)
+	texts, settings := 0, 0
+	for _, entry := range files {
+		if !strings.HasSuffix(entry.Name(), ".go") || strings.HasSuffix(entry.Name(), "_test.go") {
+			continue
+		}
+		file, err := parser.ParseFile(token.NewFileSet(), entry.Name(), nil, 0)
+		require.NoError(t, err)
+		ast.Inspect(file, func(node ast.Node) bool {
+			switch node := node.(type) {
+			case *ast.CallExpr:
+				if name, ok := node.Fun.(*ast.Ident); ok && name.Name == "alterTopic" {
+					settings++
+					setting, ok := node.Args[1].(*ast.BasicLit)
+					require.True(t, ok, "%s: the setting is a literal", entry.Name())
+					assert.Contains(t, []string{`"max.message.bytes"`, `"min.insync.replicas"`, `"segment.bytes"`}, setting.Value, entry.Name())
+				}
+			case *ast.BasicLit:
+				if node.Kind != token.STRING {
+					break
+				}
+				text, err := strconv.Unquote(node.Value)
+				require.NoError(t, err)
+				texts++
+				if !tables.MatchString(text) {
+					assert.NotRegexp(t, destroys, text, entry.Name())
+				}
+			}
+			return true
+		})
+	}
+	assert.Greater(t, texts, 300)
+	assert.GreaterOrEqual(t, settings, 5)
 }

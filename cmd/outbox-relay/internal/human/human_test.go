@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 )
@@ -28,4 +29,18 @@ func TestTexts(t *testing.T) {
 	for d, want := range map[time.Duration]string{0: "0s", 168 * time.Hour: "7d", 168*time.Hour - time.Second: "6d23h59m59s", 90*time.Minute + 5*time.Millisecond: "1h30m5ms"} {
 		assert.Equal(t, want, human.Exact(d))
 	}
+}
+
+// What is shown of a key names this key and no other, and does nothing to a terminal.
+func FuzzKeyText(f *testing.F) {
+	for _, key := range []string{"", "order-7", "base64:", "base64:AP8=", "\x00\xff", "a\x1b[31mb", "ä ö", "a\nb", "\u202e", "a\u00a0b"} {
+		f.Add([]byte(key))
+	}
+	f.Fuzz(func(t *testing.T, key []byte) {
+		text := human.Key(key).String()
+		require.True(t, human.Printable(text), "%q", text)
+		again, err := human.ParseKey(text)
+		require.NoError(t, err)
+		require.Equal(t, string(key), string(again))
+	})
 }

@@ -251,7 +251,7 @@ func ourStatements(t *testing.T) map[string]string {
 // plantOverloads makes, in the schema public, a function for each call that could be meant for
 // PostgreSQL's own functions and operators of these names, with argument types that no function of
 // PostgreSQL has exactly, but that it would take by a cast. Only their owner may run them.
-func plantOverloads(ctx context.Context, t *testing.T, owner *pgx.Conn, names, types []string) int {
+func plantOverloads(ctx context.Context, t *testing.T, owner *pgx.Conn, names, kinds []string) int {
 	t.Helper()
 	rows, err := owner.Query(ctx, `
 WITH kinds AS (SELECT t.name, p.oid, p.typbasetype AS base, p.typelem <> 0 AND p.typcategory = 'A' AS is_array FROM unnest($2::text[]) AS t (name) JOIN pg_type p ON p.oid = t.name::regtype),
@@ -278,7 +278,7 @@ SELECT c.name, c.operator, c.types FROM calls c
 WHERE NOT EXISTS (SELECT FROM pg_proc p WHERE NOT c.operator AND p.pronamespace = 'pg_catalog'::regnamespace AND p.proname = c.name AND p.proargtypes::oid[]::text = c.args::text
     OR NOT c.operator AND p.pronamespace = 'pg_catalog'::regnamespace AND p.proname = c.name AND p.pronargs = cardinality(c.args) AND ARRAY(SELECT unnest(p.proargtypes))::oid[] = c.args)
   AND NOT EXISTS (SELECT FROM pg_operator o WHERE c.operator AND o.oprnamespace = 'pg_catalog'::regnamespace AND o.oprname = c.name AND ARRAY[o.oprleft, o.oprright] = c.args)
-GROUP BY 1, 2, 3`, names, types, hostileArity)
+GROUP BY 1, 2, 3`, names, kinds, hostileArity)
 	require.NoError(t, err)
 	type overload struct {
 		Name     string
@@ -317,10 +317,10 @@ func ourTypes(ctx context.Context, t *testing.T, conn *pgx.Conn) []string {
 SELECT t.oid::regtype::text FROM pg_type t LEFT JOIN pg_type e ON e.oid = t.typelem AND t.typcategory = 'A' LEFT JOIN pg_class c ON c.oid = coalesce(e.typrelid, t.typrelid) AND c.oid <> 0
 WHERE t.typnamespace = 'effectonce'::regnamespace AND coalesce(c.relkind, 'c') = 'c' ORDER BY 1`)
 	require.NoError(t, err)
-	types, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
-	require.Contains(t, types, "effectonce.key_state")
-	return types
+	require.Contains(t, found, "effectonce.key_state")
+	return found
 }
 
 // calledIn are the names that statements may call.

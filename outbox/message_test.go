@@ -150,8 +150,8 @@ func TestWhatIsTakenFitsIntoTheTopic(t *testing.T) {
 		o := newOutbox(t, outbox.Config{RecordBytesMax: limit})
 		for _, keyShare := range []int{0, 50, 100} { // percent of the bytes
 			for _, headers := range []int{0, 1, 40} {
-				message := func(bytes int) outbox.Message {
-					m := outbox.Message{Topic: "orders", Key: zeros[:bytes*keyShare/100], Payload: zeros[:bytes-bytes*keyShare/100]}
+				message := func(size int) outbox.Message {
+					m := outbox.Message{Topic: "orders", Key: zeros[:size*keyShare/100], Payload: zeros[:size-size*keyShare/100]}
 					for range headers {
 						m.Headers = append(m.Headers, outbox.Header{Name: "h", Value: []byte("v")})
 					}

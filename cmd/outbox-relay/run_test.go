@@ -204,9 +204,9 @@ func listening(t *testing.T, stderr *output) string {
 }
 
 // get returns 0 if nothing listens.
-func get(t *testing.T, url string) (code int, body string) {
+func get(t *testing.T, address string) (code int, body string) {
 	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, address, nil)
 	require.NoError(t, err)
 	r.Close = true
 	response, err := http.DefaultClient.Do(r)
@@ -219,10 +219,10 @@ func get(t *testing.T, url string) (code int, body string) {
 	return response.StatusCode, string(text)
 }
 
-func awaitGet(t *testing.T, url string, holds func(code int, body string) bool) {
+func awaitGet(t *testing.T, address string, holds func(code int, body string) bool) {
 	t.Helper()
-	testwait.For(t, url, func() (string, bool) {
-		code, body := get(t, url)
+	testwait.For(t, address, func() (string, bool) {
+		code, body := get(t, address)
 		return fmt.Sprint(code, " ", body), holds(code, body)
 	})
 }
@@ -279,11 +279,11 @@ func TestEndpointsOfARun(t *testing.T) {
 	testwait.Chan(t, "a record is produced", arrived)
 	awaitGet(t, base+"/metrics", contains(200, `effectonce_outbox_pending_messages{relay="default"}`))
 	profiles := "http://" + regexp.MustCompile(`pprof_address=(\S+)`).FindStringSubmatch(stderr.String())[1] + "/debug/pprof/"
-	for _, url := range []string{base + "/healthz", base + "/readyz", base + "/metrics", profiles, profiles + "heap?debug=1", profiles + "goroutine?debug=2", profiles + "allocs"} {
-		code, body := get(t, url)
-		assert.Equal(t, 200, code, url)
+	for _, address := range []string{base + "/healthz", base + "/readyz", base + "/metrics", profiles, profiles + "heap?debug=1", profiles + "goroutine?debug=2", profiles + "allocs"} {
+		code, body := get(t, address)
+		assert.Equal(t, 200, code, address)
 		for _, secret := range []string{"CANARY", conn.Config().Password} {
-			assert.NotContains(t, body, secret, url)
+			assert.NotContains(t, body, secret, address)
 		}
 	}
 	code, _ := get(t, base+"/debug/pprof/")
@@ -310,8 +310,8 @@ func TestWhereARelayListens(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = taken.Close() })
-	url := []string{"run", "--brokers", "127.0.0.1:1", "--database-url", "postgres://u:CANARY@127.0.0.1:1/d"}
-	r := run(t, nil, append(url, "--listen", taken.Addr().String())...)
+	base := []string{"run", "--brokers", "127.0.0.1:1", "--database-url", "postgres://u:CANARY@127.0.0.1:1/d"}
+	r := run(t, nil, append(base, "--listen", taken.Addr().String())...)
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stderr, "error: cannot listen on "+taken.Addr().String())
 	assert.Contains(t, r.stderr, "give another --listen, or off")
@@ -321,7 +321,7 @@ func TestWhereARelayListens(t *testing.T) {
 		if standard, err := net.Listen("tcp", "127.0.0.1:9464"); err == nil {
 			t.Cleanup(func() { _ = standard.Close() })
 		}
-		r = run(t, map[string]string{"OUTBOX_LISTEN": ""}, url...)
+		r = run(t, map[string]string{"OUTBOX_LISTEN": ""}, base...)
 		assert.Contains(t, r.stderr, "the default address is in use; give --listen")
 		assert.Contains(t, r.stderr, "cannot connect to the database")
 	}
@@ -330,7 +330,7 @@ func TestWhereARelayListens(t *testing.T) {
 // Wrong settings of the endpoints are refused at the start.
 func TestEndpointSettingsAreRefused(t *testing.T) {
 	t.Parallel()
-	url := []string{"run", "--brokers", "127.0.0.1:1", "--database-url", "postgres://u@127.0.0.1:1/d"}
+	base := []string{"run", "--brokers", "127.0.0.1:1", "--database-url", "postgres://u@127.0.0.1:1/d"}
 	for name, c := range map[string]struct {
 		args []string
 		want string
@@ -344,7 +344,7 @@ func TestEndpointSettingsAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := run(t, nil, append(url[:len(url):len(url)], c.args...)...)
+			r := run(t, nil, append(base[:len(base):len(base)], c.args...)...)
 			assert.Equal(t, 2, r.code)
 			assert.Contains(t, r.stderr, c.want)
 		})

@@ -20,13 +20,13 @@ import (
 // A flag wins over its own variable, that wins over the general one, and an empty variable is none.
 func TestSourcesOfASetting(t *testing.T) {
 	t.Parallel()
-	const flag, own, general = "postgres://u@127.0.0.1:1/flag", "postgres://u@127.0.0.1:1/own", "postgres://u@127.0.0.1:1/general"
+	const given, own, general = "postgres://u@127.0.0.1:1/flag", "postgres://u@127.0.0.1:1/own", "postgres://u@127.0.0.1:1/general"
 	for name, c := range map[string]struct {
 		environment map[string]string
 		args        []string
 		want        string
 	}{
-		"flag":        {map[string]string{"OUTBOX_DATABASE_URL": own, "DATABASE_URL": general}, []string{"--database-url", flag}, "/flag"},
+		"flag":        {map[string]string{"OUTBOX_DATABASE_URL": own, "DATABASE_URL": general}, []string{"--database-url", given}, "/flag"},
 		"own":         {map[string]string{"OUTBOX_DATABASE_URL": own, "DATABASE_URL": general}, nil, "/own"},
 		"general":     {map[string]string{"DATABASE_URL": general}, nil, "/general"},
 		"empty is no": {map[string]string{"OUTBOX_DATABASE_URL": "", "DATABASE_URL": general}, nil, "/general"},

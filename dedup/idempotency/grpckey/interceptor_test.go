@@ -385,7 +385,7 @@ func TestAnswerThatWasRolledBackIsNotReturned(t *testing.T) {
 	require.NoError(t, err)
 	misuses := map[string]func(ctx context.Context){
 		"a failed statement": func(ctx context.Context) { _, _ = grpckey.Tx(ctx).Exec(ctx, `SELECT 1/0`) },
-		"open rows":          func(ctx context.Context) { _, _ = grpckey.Tx(ctx).Query(ctx, `SELECT generate_series(1, 10)`) }, //nolint:sqlclosecheck // on purpose
+		"open rows":          func(ctx context.Context) { _, _ = grpckey.Tx(ctx).Query(ctx, `SELECT generate_series(1, 10)`) },
 		"a late constraint": func(ctx context.Context) {
 			_, _ = grpckey.Tx(ctx).Exec(ctx, `INSERT INTO effects (name) VALUES ('a late constraint')`)
 		},

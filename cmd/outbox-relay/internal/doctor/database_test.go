@@ -262,8 +262,8 @@ func TestRolesHaveWhatTheDoctorAsksFor(t *testing.T) {
 	sql, err := migrations.Roles(migrations.Options{}, prefix)
 	require.NoError(t, err)
 	exec(t, conn, sql)
-	relay, operator := doctor.RoleRights("effectonce")
-	for part, asked := range map[string][]string{"relay": relay, "operator": operator} {
+	relays, operators := doctor.RoleRights("effectonce")
+	for part, asked := range map[string][]string{"relay": relays, "operator": operators} {
 		rows, err := conn.Query(t.Context(), `
 WITH acls AS (
   SELECT nspname AS name, nspacl AS acl FROM pg_namespace WHERE nspname = 'effectonce'

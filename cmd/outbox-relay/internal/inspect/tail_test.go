@@ -110,12 +110,12 @@ func TestPositionsShowLag(t *testing.T) {
 		return err == nil && len(p.Consumers) == 2 && p.Consumers[0].Members != nil && *p.Consumers[0].Members == 0
 	})
 	require.Len(t, p.Shards, 2)
-	relay, fresh := p.Shards[0], p.Shards[1]
-	assert.Equal(t, []int64{3, 7, 10, 0}, []int64{relay.Lag, relay.Published, fresh.Lag, fresh.Published})
-	require.NotNil(t, relay.TickAgeSeconds)
-	assert.GreaterOrEqual(t, *relay.TickAgeSeconds, 0.0)
+	served, fresh := p.Shards[0], p.Shards[1]
+	assert.Equal(t, []int64{3, 7, 10, 0}, []int64{served.Lag, served.Published, fresh.Lag, fresh.Published})
+	require.NotNil(t, served.TickAgeSeconds)
+	assert.GreaterOrEqual(t, *served.TickAgeSeconds, 0.0)
 	assert.Nil(t, fresh.TickAgeSeconds)
-	assert.Empty(t, relay.Owner, "it was given back")
+	assert.Empty(t, served.Owner, "it was given back")
 	at, none := p.Consumers[0], p.Consumers[1]
 	assert.Equal(t, "5 7 2", fmt.Sprint(*at.NextOffset, *at.End, *at.Lag))
 	assert.True(t, at.Released)

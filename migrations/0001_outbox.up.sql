@@ -18,12 +18,10 @@ $$;
 CREATE TABLE effectonce.schema_compatibility (oldest integer NOT NULL);
 INSERT INTO effectonce.schema_compatibility VALUES (3);
 
--- The names in functions and views are resolved when they are created, or in pg_catalog alone, never in
--- the search path of the caller: a function there that fits the arguments better than PostgreSQL's own
--- would be called instead.
+-- The names in functions and views are resolved when they are created, or in pg_catalog alone, never in the search path
+-- of the caller: a function there that fits the arguments better than PostgreSQL's own would be called instead.
 
--- A UUIDv7 by the database's clock. PostgreSQL 18 has uuidv7(); 14 to 17 do not, and one definition
--- for all keeps dumps portable.
+-- A UUIDv7 by the database's clock, for PostgreSQL 14 to 17, too: one definition for all keeps dumps portable.
 CREATE FUNCTION effectonce.uuid_v7() RETURNS uuid
 LANGUAGE sql VOLATILE PARALLEL SAFE
 RETURN encode(
@@ -47,18 +45,16 @@ $$;
 
 -- === Outbox
 
--- Published rows leave by TRUNCATE of a whole slot, never row by row. New rows go to the slot that this
--- sequence names; a relay turns it. The sequence only chooses: a row is right in every slot, and what may
--- be truncated is decided under the slot's lock.
+-- Published rows leave by TRUNCATE of a whole slot, never row by row. New rows go to the slot that this sequence names; a
+-- relay turns it. It only chooses: a row is right in every slot, and the slot's lock decides what may be truncated.
 CREATE SEQUENCE effectonce.outbox_slot AS smallint MINVALUE 0 MAXVALUE 3 START 0;
 SELECT setval('effectonce.outbox_slot', 0);
 -- The column's default reads it with the rights of whoever inserts. Without any, PostgreSQL refuses the row up to
 -- version 17, and fills slot 0 for ever from 18 on. SELECT does not turn it, as USAGE would.
 GRANT SELECT ON SEQUENCE effectonce.outbox_slot TO PUBLIC;
 
--- Append-only: the relay neither updates nor deletes a row, so there are no dead tuples.
--- The order of the first two columns matters: defaults are computed in this order, so a row has its
--- transaction id before it has its seq. The relay's floor relies on it.
+-- Append-only: the relay neither updates nor deletes a row, so there are no dead tuples. The first two columns matter:
+-- defaults are computed in their order, so a row has its transaction id before its seq. The relay's floor relies on it.
 -- One CHECK for all bounds: each INSERT prepares each CHECK anew. The text of headers may be much longer than
 -- what is stored: a number of some bytes has up to 131,072 digits. (A bounded repetition in the topic's
 -- expression would cost 13 µs a row, this 0.4.)

@@ -33,16 +33,6 @@ const (
 	KeyAdvanced        = "key.advanced"           // a phase is durable, the next has not begun
 )
 
-// All lists the points, for tests that visit each one.
-func All() []string {
-	return []string{
-		RelayRead, RelayProduced, RelayAcknowledged, RelayCommitted, RelayProgressed,
-		ConsumerClaimed, ConsumerHandled, ConsumerCommitting, ConsumerCommitted, ConsumerMarked,
-		ConsumerAttempted, ConsumerReleasing,
-		KeyClaimed, KeyWorked, KeyCommitting, KeyCommitted, KeyCalling, KeyCalled, KeyAdvanced,
-	}
-}
-
 //nolint:gochecknoglobals // one hook for the process is the purpose: it kills the process
 var hook atomic.Pointer[func(name string)]
 

@@ -73,15 +73,6 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	assert.Equal(t, []string{"orders", "refunds"}, topics, "its owner may change the topics")
 }
 
-// A consumer without topics is valid: the package does not depend on Kafka.
-func TestConsumerNeedsNoTopics(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "webhooks", Group: "webhooks", Topics: nil})
-	require.NoError(t, err)
-	assert.NotZero(t, consumer)
-}
-
 // Names have bounds, which the database enforces and the error states.
 func TestConsumerNamesHaveBounds(t *testing.T) {
 	t.Parallel()
@@ -149,37 +140,6 @@ func TestForeverIsDecidedOnce(t *testing.T) {
 	require.ErrorIs(t, err, dedup.ErrForeverDecided)
 }
 
-// Everything happens in the configured schema; there is no other one in this database.
-func TestConfiguredSchemaIsUsed(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t, pgtest.EmptyDatabase(t), 2)
-	conn, err := pool.Acquire(t.Context())
-	require.NoError(t, err)
-	require.NoError(t, migrations.Up(t.Context(), conn.Conn(), migrations.Options{Schema: "tenant_7"}))
-	conn.Release()
-
-	claims, err := dedup.New(dedup.Config{Schema: "tenant_7"})
-	require.NoError(t, err)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
-	require.NoError(t, err)
-	id := newIDs(t, 1)[0]
-	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
-	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, id))
-	var rows int
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM tenant_7.processed_messages").Scan(&rows))
-	assert.Equal(t, 1, rows)
-}
-
-// S1: an invalid schema name never reaches a statement.
-func TestBadSchemaNamesAreRefused(t *testing.T) {
-	t.Parallel()
-	for _, name := range []string{`"we""ird; DROP TABLE x`, "a.b", "A", "ü", "a b", "1a", "pg_catalog", "a\x00", "a\n", "a'"} {
-		claims, err := dedup.New(dedup.Config{Schema: name})
-		require.ErrorContains(t, err, "schema ", name)
-		assert.Nil(t, claims, name)
-	}
-}
-
 // The claim is one statement and must stay one: a SELECT followed by an INSERT would be a race.
 func TestClaimIsOneStatement(t *testing.T) {
 	t.Parallel()
@@ -219,3 +179,31 @@ func (r *recorder) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.Trac
 }
 
 func (r *recorder) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
+// S8: everything happens in the configured schema, whatever the search path offers instead; there is
+// no other schema of this library in this database.
+func TestConfiguredSchemaIsUsed(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	conn := pgtest.Connect(t, address)
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{Schema: "tenant_7"}))
+	_, err := conn.Exec(t.Context(), `CREATE SCHEMA evil; CREATE TABLE evil.fences (LIKE tenant_7.fences); CREATE TABLE evil.processed_messages (LIKE tenant_7.processed_messages)`)
+	require.NoError(t, err)
+	pool := newPool(t, address, 2, "search_path", "evil, public")
+
+	claims, err := dedup.New(dedup.Config{Schema: "tenant_7"})
+	require.NoError(t, err)
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
+	require.NoError(t, err)
+	id := newIDs(t, 1)[0]
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
+	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, id))
+	fences, err := dedup.NewFences(dedup.FenceConfig{Schema: "tenant_7"})
+	require.NoError(t, err)
+	for _, version := range []int64{3, 4} {
+		require.True(t, fenceAlone(t, pool, fences, "order-1", version))
+	}
+	var rows, version int
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*), (SELECT version FROM tenant_7.fences) FROM tenant_7.processed_messages`).Scan(&rows, &version))
+	assert.Equal(t, []int{1, 4}, []int{rows, version})
+}

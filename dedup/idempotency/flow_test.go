@@ -3,7 +3,6 @@ package idempotency_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -21,26 +20,6 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
-
-// Property: a phase that fails leaves the earlier recovery points, frees the key at once, and the
-// next request continues there: earlier phases do not run again. Rows H1, H3 of guarantees.md.
-func TestFlowGoesOnAtTheFailedPhase(t *testing.T) {
-	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	b.refuse = 2
-	for range 2 {
-		_, err := flow.Do(t.Context(), key("k"), []byte("100"))
-		require.ErrorIs(t, err, errAway)
-		require.Equal(t, 1, effects(t, pool, "reserve k"))
-		require.Zero(t, effects(t, pool, "charge k"))
-	}
-	mismatch := key("k")
-	mismatch.Fingerprint = idempotency.NewFingerprint([]byte("200"))
-	_, err := flow.Do(t.Context(), mismatch, []byte("200"))
-	require.ErrorIs(t, err, idempotency.ErrMismatch)
-	requirePaidOnce(t, pool, b)
-}
 
 // withDefault is a pool whose sessions have another default isolation.
 func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpool.Pool {
@@ -171,32 +150,6 @@ func TestFlowWithoutAResponse(t *testing.T) {
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorContains(t, err, "did not call Finish")
 	require.Zero(t, effects(t, pool, "a"))
-}
-
-// Property: ten requests at once with one key execute the flow once; the others get its outcome, or
-// that it is in progress, whatever the role's default isolation is.
-func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
-	t.Parallel()
-	pool, b := withDefault(t, newPool(t), pgx.Serializable), newBank(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	const rounds = 10
-	for round := range rounds {
-		var group sync.WaitGroup
-		executed := make(chan struct{}, 10)
-		for range 10 {
-			group.Go(func() {
-				response, err := flow.Do(t.Context(), key(fmt.Sprint(round)), []byte("100"))
-				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
-					executed <- struct{}{}
-				}
-			})
-		}
-		group.Wait()
-		require.Len(t, executed, 1)
-	}
-	require.Equal(t, 3*rounds, count(t, pool, `SELECT count(*) FROM effects`))
-	asked, _ := b.counts()
-	require.Equal(t, rounds, asked)
 }
 
 // Property: a lock is renewed while its work lasts, before it is over, and no other worker takes the

@@ -345,9 +345,6 @@ func OfAnotherServer(at *Position) { at.p.server = at.p.server.Add(-time.Hour) }
 // Asks is how many batches ask before one is taken as fresh again.
 func (p *Position) Asks() int { return int(p.asks.Load()) }
 
-// Trust makes the next batch be taken as fresh.
-func (p *Position) Trust() { p.asks.Store(0) }
-
 // Outcome is what a batch came to.
 type Outcome struct{ Fresh, Duplicates, Parked int }
 
@@ -371,6 +368,3 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 	}
 	return Outcome{out.fresh, out.duplicates, len(out.parked)}, nil
 }
-
-// MoveServer makes a position one that was taken over on another server.
-func (p *Position) MoveServer() { p.p.server = time.Unix(0, 0) }

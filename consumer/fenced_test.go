@@ -12,7 +12,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
@@ -279,22 +278,4 @@ func TestABatchTakenAsFreshHeedsTheMark(t *testing.T) {
 			require.Zero(t, at.Asks())
 		})
 	}
-}
-
-// Property: a worker whose connection leads to another server than its position commits nothing in
-// a batch that is taken as fresh, either.
-func TestABatchTakenAsFreshIsFencedByTheServer(t *testing.T) {
-	t.Parallel()
-	engine, at, pool := freshEngine(t, consumer.Config{})
-	at.Trust()
-	_, err := engine.ApplyNumbers(t.Context(), at, 0, true, numbers(0, 50)...)
-	require.NoError(t, err)
-	require.Zero(t, at.Asks())
-	at.MoveServer()
-	_, err = engine.ApplyNumbers(t.Context(), at, 50, true, numbers(50, 100)...)
-	require.Error(t, err)
-	assert.True(t, consumer.IsFenced(err), err)
-	var effects int
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects").Scan(&effects))
-	assert.Equal(t, 50, effects)
 }

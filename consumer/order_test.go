@@ -123,27 +123,6 @@ func TestWorkersOutliveRestarts(t *testing.T) {
 	require.NotContains(t, h.log.String(), "level=ERROR", "stopping is no error")
 }
 
-// Property: without order a retried message is handled alone, not with others of its key that no
-// operator retried.
-func TestUnorderedRetriesOnlyWhatWasHandedBack(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceKeyed("a:1", "a:2")
-	var mended atomic.Bool
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if !mended.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), parallel(consumer.OrderUnordered))
-	h.waitParked("permanent", "permanent")
-	mended.Store(true)
-	h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = 'a:1'`)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"a:2 permanent parked"}, h.parked())
-}
-
 // transaction writes values to the topic in a Kafka transaction, and returns once its control
 // record is written: a coordinator answers before that.
 func (h *harness) transaction(end kgo.TransactionEndTry, values ...string) {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -46,40 +47,6 @@ func (h *harness) router(routes consumer.TopicRoutes, cfg consumer.RouterConfig)
 func (h *harness) waitHandled(n int) {
 	h.t.Helper()
 	h.wait("position", func() bool { return h.position() == n })
-}
-
-// Property: whatever shapes the handlers of the types have, effects come in the order of the
-// messages, and messages of one type that follow each other reach a Batch together.
-func TestRouterKeepsOrderAcrossShapes(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	types := shapes(func(*consumer.Message) error { return nil })
-	var mu sync.Mutex
-	var runs []string
-	types["watched"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
-		run := ""
-		for _, msg := range msgs {
-			run += strings.TrimPrefix(string(msg.Value), "watched:")
-			if err := effect(ctx, tx, msg); err != nil {
-				return err
-			}
-		}
-		mu.Lock()
-		defer mu.Unlock()
-		runs = append(runs, run)
-		return nil
-	})
-	inner := h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"nested": types["queued"]}}, consumer.RouterConfig{})
-	sent := []string{
-		"each:1", "queued:2", "queued:3", "each:4", "batch:5", "batch:6", "queued:7", "nested:8", "nested:9", "each:10",
-		"watched:a", "watched:b", "watched:c", "queued:11", "watched:d",
-	}
-	h.produceTyped(sent...)
-	stop := h.run(h.router(consumer.TopicRoutes{Types: types, Default: inner}, consumer.RouterConfig{}), nil)
-	h.waitHandled(len(sent))
-	require.Equal(t, sent, h.values())
-	require.Equal(t, []string{"abc", "d"}, runs)
-	require.NoError(t, stop())
 }
 
 // Property: the message that failed is the one that is parked, whatever the shape of its handler
@@ -152,19 +119,22 @@ func TestUnknownTypesAreParked(t *testing.T) {
 }
 
 // Property: messages of unknown types are skipped only if that is configured; each is counted, and
-// they are claimed. A message with two types is parked nevertheless, and so is a whole topic
-// without routes.
+// they are claimed; a function for them that panics fails its message alone. A message with two
+// types is parked nevertheless, and so is a whole topic without routes.
 func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceTyped("good:1", "strange:1", "strange:2", "untyped", "good:2")
 	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
-	h.produceTyped("strange:panic", "good:3")
+	h.produceTyped("strange:panic", "strange:goexit", "good:3")
 	var mu sync.Mutex
 	skipped := map[string]bool{}
 	cfg := consumer.RouterConfig{OnUnknown: consumer.OnUnknownSkip, Skipped: func(msg *consumer.Message) {
-		if strings.HasSuffix(string(msg.Value), "panic") {
+		switch {
+		case strings.HasSuffix(string(msg.Value), "panic"):
 			panic("counter is broken")
+		case strings.HasSuffix(string(msg.Value), "goexit"):
+			runtime.Goexit()
 		}
 		mu.Lock()
 		defer mu.Unlock()
@@ -174,12 +144,12 @@ func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 		parkAll(c)
 		c.AttemptsMax = 1
 	})
-	h.waitHandled(8)
+	h.waitHandled(9)
 	require.NoError(t, stop())
 	require.Equal(t, []string{"good:1", "good:2", "good:3"}, h.values())
 	require.Equal(t, map[string]bool{"strange:1": true, "strange:2": true, "untyped": true}, skipped)
-	require.Equal(t, []string{"ambiguous unknown_type parked", "strange:panic failed parked"}, h.parked())
-	require.Equal(t, 8, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
+	require.Equal(t, []string{"ambiguous unknown_type parked", "strange:panic failed parked", "strange:goexit failed parked"}, h.parked())
+	require.Equal(t, 9, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
 
 	_, err := consumer.New(h.pool, nil, h.router(consumer.TopicRoutes{Default: consumer.Each(effect)}, cfg), consumer.Config{Group: "g", Topics: []string{"other"}})
 	require.ErrorContains(t, err, `"other" has no routes`)
@@ -278,7 +248,7 @@ func TestUndecodableMessagesAreParked(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)
-			h.produce(`{"order":"a"}`, `no JSON`, `{"order":"b"}`, `panic`, `{"order":"c"}`)
+			h.produce(`{"order":"a"}`, `{broken`, `{"order":"b"}`, `panic`, `{"order":"c"}`)
 			h.produceRecord(&kgo.Record{}) // Kafka's null
 			var permanent atomic.Int32
 			stop := h.run(handler, func(c *consumer.Config) {
@@ -291,12 +261,13 @@ func TestUndecodableMessagesAreParked(t *testing.T) {
 			})
 			h.wait("position", func() bool { return h.position() == 6 })
 			require.Equal(t, []string{"a", "b", "c"}, h.values())
-			require.Equal(t, []string{"no JSON undecodable parked", "panic undecodable parked", " undecodable parked"}, h.parked())
+			require.Equal(t, []string{"{broken undecodable parked", "panic undecodable parked", " undecodable parked"}, h.parked())
 			require.Equal(t, 3, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 1`), "tried once")
 			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%panicked: no idea%'`))
 			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE 'value is no JSON of the expected form: %'`))
 			require.EqualValues(t, 3, permanent.Load())
 			require.NoError(t, stop())
+			require.NotContains(t, h.log.String(), "{broken", "no payload in a log")
 		})
 	}
 }

@@ -193,27 +193,6 @@ func TestStatesOfAPartitionAreShown(t *testing.T) {
 	}
 }
 
-// Property: a partition whose breaker opened reports that, and why. Issue E.
-func TestStateOfTheBreakerIsShown(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	var broken atomic.Bool
-	broken.Store(true)
-	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if broken.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), func(cfg *consumer.Config) { cfg.ParkShareMax = 0.01 })
-	h.produce("1", "2")
-	cancel, ended := h.begin(t.Context(), c)
-	require.Contains(t, h.waitState(c, consumer.StatePausedByBreaker).Err, errBad.Error())
-	broken.Store(false)
-	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
-	cancel()
-	require.NoError(t, ended())
-}
-
 // Property: a partition with workers has the worst state of them: one blocked key is seen while the
 // others are handled. Issue E.
 func TestStateIsTheWorstOfTheWorkers(t *testing.T) {

@@ -372,3 +372,52 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorContains(t, other.Run(t.Context()), "choose another consumer name")
 }
+
+type valueKey struct{}
+
+// Property: the values of the context that Run or Deliver gets reach handlers; the end of Run's
+// does not: the batch in progress may finish. Issue E.
+func TestContextValuesReachHandlers(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	ctx := context.WithValue(t.Context(), valueKey{}, "tenant")
+	started, hold := make(chan struct{}, 1), make(chan struct{})
+	var seen, over atomic.Value
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		seen.Store(fmt.Sprint(ctx.Value(valueKey{})))
+		started <- struct{}{}
+		<-hold
+		over.Store(fmt.Sprint(ctx.Err()))
+		return effect(ctx, tx, msg)
+	})
+	c := h.make(handler, nil)
+	cancel, ended := h.begin(ctx, c)
+	h.produce("1")
+	<-started
+	cancel()
+	h.wait("it drains", func() bool { return c.Status().Phase == consumer.PhaseDraining })
+	close(hold)
+	require.NoError(t, ended())
+	require.Equal(t, "tenant", seen.Load())
+	require.Equal(t, "<nil>", over.Load())
+	h.waitEffects(1)
+
+	seen.Store("")
+	_, err := h.make(handler, func(cfg *consumer.Config) { cfg.Group += "-delivered" }).Deliver(ctx, &kgo.Record{Topic: h.topic, Value: []byte("1")})
+	require.NoError(t, err)
+	require.Equal(t, "tenant", seen.Load())
+	h.waitEffects(2)
+}
+
+// Property: another replica's dedup window, which maintenance uses, is named in the log.
+func TestAnotherWindowIsNamed(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for i, window := range []time.Duration{2 * time.Hour, 3 * time.Hour} {
+		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Window = window })
+		h.produce("1")
+		h.wait("effects", func() bool { return h.position() == i+1 })
+		require.NoError(t, stop())
+	}
+	require.Equal(t, 1, h.logged("another dedup window was registered before"))
+}

@@ -69,7 +69,9 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 		q.Queue(sql, [16]byte(msg.ID), string(msg.Value))
 		return nil
 	})
+	var together atomic.Int64
 	failing["named by batch"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		together.Store(max(together.Load(), int64(len(msgs))))
 		for i, msg := range msgs {
 			if isBad(msg) {
 				return consumer.FailedAt(i, consumer.Permanent(errBad))
@@ -96,6 +98,9 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 			require.Equal(t, []string{"good:1", "good:2", "x:1", "x:2", "x:3", "good:3", "good:4", "nested:1", "nested:2"}, h.values())
 			require.Equal(t, []string{"x:bad permanent parked", "x:bad permanent parked", "nested:bad permanent parked"}, h.parked())
 			require.NoError(t, stop())
+			if name == "named by batch" {
+				require.EqualValues(t, 4, together.Load(), "messages of one type that follow each other reach a Batch together")
+			}
 		})
 	}
 }

@@ -234,22 +234,6 @@ func TestPublishIDBoundsTheTime(t *testing.T) {
 	}
 }
 
-// The time of a UUIDv7 and of a ULID is read back; a hash has none.
-func TestTimeIsThatOfTheID(t *testing.T) {
-	t.Parallel()
-	at, ok := dedup.Time(dedup.MessageID("orders", []byte("0191d3a7-5c1e-7abc-9def-0123456789ab")))
-	assert.True(t, ok)
-	assert.Equal(t, "2024-09-08T22:00:46.366Z", at.UTC().Format(time.RFC3339Nano))
-
-	at, ok = dedup.Time(dedup.MessageID("orders", []byte("01ARZ3NDEKTSV4RRFFQ69G5FAV")))
-	assert.True(t, ok)
-	assert.Equal(t, "2016-07-30T23:54:10.259Z", at.UTC().Format(time.RFC3339Nano))
-
-	at, ok = dedup.Time(dedup.MessageID("orders", []byte("order-4711")))
-	assert.False(t, ok)
-	assert.True(t, at.IsZero())
-}
-
 // C25: whatever bytes a message carries, its ID is one of two kinds: one that carries its time and
 // is the text itself, or a UUIDv8 with the top bit set.
 func FuzzMessageID(f *testing.F) {

@@ -298,18 +298,29 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 }
 
 // Property: of ten requests at once with one key, one is executed; the others get its response, or
-// that it is in progress. Row H7 of guarantees.md.
+// that it is in progress; also in phases, and where the role's default isolation is another one. Row
+// H7 of guarantees.md.
 func TestTenAtOnceAreExecutedOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond})
+	other := newOperation(t, withDefault(t, pool, pgx.Serializable), idempotency.Config{WaitMax: 100 * time.Millisecond})
+	flow := newFlow(t, other, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+		s.Finish(idempotency.Response{Status: 201})
+		return effect(ctx, tx, s.Key.Value)
+	}}})
 	const rounds = 50
 	for round := range rounds {
+		value := fmt.Sprint(round)
+		request := func() (idempotency.Response, error) { return o.Once(t.Context(), key(value), insertOnce(value)) }
+		if round%2 == 1 {
+			request = func() (idempotency.Response, error) { return flow.Do(t.Context(), key(value), nil) }
+		}
 		var executed atomic.Int64
 		var group sync.WaitGroup
 		for range 10 {
 			group.Go(func() {
-				response, err := o.Once(t.Context(), key(fmt.Sprint(round)), insertOnce(fmt.Sprint(round)))
+				response, err := request()
 				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
 					executed.Add(1)
 				}

@@ -341,3 +341,30 @@ func (b *Breaker) Handled(n int) { b.b.noteHandled(n) }
 
 // OfAnotherServer makes a position one that was taken over before the server began.
 func OfAnotherServer(at *Position) { at.p.server = at.p.server.Add(-time.Hour) }
+
+// Asks is how many batches ask before one is taken as fresh again.
+func (p *Position) Asks() int { return int(p.asks.Load()) }
+
+// Outcome is what a batch came to.
+type Outcome struct{ Fresh, Duplicates, Parked int }
+
+// ApplyNumbers runs one batch at an offset: a message for each number, which is all that its ID and
+// value depend on.
+func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, apart bool, numbers ...int) (Outcome, error) {
+	msgs := make([]*Message, len(numbers))
+	for i, n := range numbers {
+		text := []byte{byte(n >> 8), byte(n)}
+		msgs[i] = &Message{
+			ID: dedup.PublishID("test", dedup.MessageID("test", text), "", time.Now()), Topic: at.p.topic, Partition: at.p.partition,
+			Offset: offset + int64(i), Time: time.Now(), Value: text,
+		}
+		if n%2 == 0 {
+			msgs[i].ID = dedup.MessageID("test", text)
+		}
+	}
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), asks: at.asks, apart: apart})
+	if err != nil {
+		return Outcome{}, err
+	}
+	return Outcome{out.fresh, out.duplicates, len(out.parked)}, nil
+}

@@ -150,29 +150,6 @@ func TestErrorsThatPanicAreGuarded(t *testing.T) {
 	}
 }
 
-// Property: a router's function that panics fails its message alone.
-func TestSkippedIsGuarded(t *testing.T) {
-	t.Parallel()
-	for how, broken := range map[string]func(){"panic": func() { panic("boom") }, "goexit": runtime.Goexit} {
-		t.Run(how, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce("1", "bad", "2")
-			router, err := consumer.Route(consumer.Routes{h.topic: {Types: map[string]consumer.Handler{"known": consumer.Each(effect)}}},
-				consumer.RouterConfig{OnUnknown: consumer.OnUnknownSkip, Skipped: func(msg *consumer.Message) {
-					if string(msg.Value) == "bad" {
-						broken()
-					}
-				}})
-			require.NoError(t, err)
-			stop := h.run(router, func(c *consumer.Config) { c.AttemptsMax = 2 })
-			h.wait("position", func() bool { return h.position() == 3 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"bad failed parked"}, h.parked())
-		})
-	}
-}
-
 // Property: a hook that panics, ends its goroutine or does not return causes a log line and affects
 // no message: with one goroutine for each partition, and with workers.
 func TestHooksAreGuarded(t *testing.T) {

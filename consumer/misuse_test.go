@@ -201,51 +201,36 @@ func TestStopLeavesAHandlerBehindThatIgnoresItsContext(t *testing.T) {
 	require.Zero(t, h.position()+1, "nothing was committed")
 }
 
-// Property: if a batch handler names the failing message, the batch is not halved. Messages that a
-// batch handler publishes need an ID.
+// Property: if a batch handler names the failing message, the batch is not halved. If it names a
+// message that it did not get, that is a failure and not a crash, and the failing message is still
+// found.
 func TestBatchNamesTheCulprit(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceKeyed("a:1", "b:bad", "c:1")
-	calls := 0
-	stop := h.run(consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
-		calls++
-		for i, msg := range msgs {
-			if strings.HasSuffix(string(msg.Value), "bad") {
-				return consumer.FailedAt(i, consumer.Permanent(errBad))
+	for name, wrong := range map[string]int{"the culprit": 0, "nobody": 99} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceKeyed("a:1", "b:bad", "c:1")
+			calls := 0
+			stop := h.run(consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+				calls++
+				for i, msg := range msgs {
+					if strings.HasSuffix(string(msg.Value), "bad") {
+						return consumer.FailedAt(i+wrong, errBad)
+					}
+					if err := effect(ctx, tx, msg); err != nil {
+						return err
+					}
+				}
+				return nil
+			}), func(c *consumer.Config) { c.AttemptsMax = 1 })
+			h.waitParked("failed")
+			h.wait("position", func() bool { return h.position() == 3 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a:1", "c:1"}, h.values())
+			if wrong == 0 {
+				require.Equal(t, 3, calls, "the batch, what stands before the culprit, what stands behind it")
 			}
-			if err := effect(ctx, tx, msg); err != nil {
-				return err
-			}
-		}
-		return nil
-	}), nil)
-	h.waitParked("permanent")
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
-	require.Equal(t, []string{"a:1", "c:1"}, h.values())
-	require.Equal(t, 3, calls, "the batch, what stands before the culprit, what stands behind it")
-}
-
-// Property: if a batch handler names a message that it did not get, that is a failure and not a
-// crash, and the failing message is still found.
-func TestBatchNamesNobody(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceKeyed("a:1", "b:bad", "c:1")
-	stop := h.run(consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
-		for _, msg := range msgs {
-			if strings.HasSuffix(string(msg.Value), "bad") {
-				return consumer.FailedAt(99, errBad)
-			}
-			if err := effect(ctx, tx, msg); err != nil {
-				return err
-			}
-		}
-		return nil
-	}), func(c *consumer.Config) { c.AttemptsMax = 1 })
-	h.waitParked("failed")
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
-	require.Equal(t, []string{"a:1", "c:1"}, h.values())
+		})
+	}
 }

@@ -88,7 +88,12 @@ func TestParkingKeepsOrder(t *testing.T) {
 			h.wait("position", func() bool { return h.position() == 10 })
 			require.Len(t, h.values(), 4)
 
+			// A retry of one key releases what is behind it, and no message of another key.
 			mended.Store(true)
+			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE payload = 'a:bad'`)
+			h.waitEffects(8)
+			h.wait("one key is free", func() bool { return len(h.parked()) == 2 })
+			require.Equal(t, []string{"c:bad permanent parked", "c:2 behind behind"}, h.parked())
 			h.retry()
 			h.waitEffects(10)
 			h.wait("nothing is parked", func() bool { return len(h.parked()) == 0 })
@@ -119,24 +124,19 @@ func of(key, values string) (found []string) {
 func TestParkedMessagesOutliveTheConsumer(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	bad := func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if string(msg.Value) == "a:bad" {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}
+	bad := failing(&atomic.Bool{})
 	h.produceKeyed("a:bad")
-	stop := h.run(consumer.Each(bad), nil)
+	stop := h.run(bad, nil)
 	h.waitParked("permanent")
 	require.NoError(t, stop())
 	h.produceKeyed("a:1", "b:1")
-	stop = h.run(consumer.Each(bad), nil)
+	stop = h.run(bad, nil)
 	h.waitEffects(1)
 	h.wait("position", func() bool { return h.position() == 3 })
 	require.NoError(t, stop())
 	// A redelivery of everything changes nothing.
 	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
-	stop = h.run(consumer.Each(bad), nil)
+	stop = h.run(bad, nil)
 	h.wait("position", func() bool { return h.position() == 3 })
 	require.NoError(t, stop())
 	require.Equal(t, []string{"b:1"}, h.values())
@@ -149,12 +149,7 @@ func TestDiscardFreesTheKey(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad")
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if strings.HasSuffix(string(msg.Value), "bad") {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), nil)
+	stop := h.run(failing(&atomic.Bool{}), nil)
 	h.wait("position", func() bool { return h.position() == 4 })
 	h.exec(`DELETE FROM effectonce.parked_messages WHERE state = 'parked'`)
 	h.waitEffects(2)
@@ -192,18 +187,6 @@ func TestAttemptsSurviveARestart(t *testing.T) {
 	require.Equal(t, 5, h.number(`SELECT attempts FROM effectonce.parked_messages`))
 	require.LessOrEqual(t, tried.Load(), int64(6), "the batch that found it is no attempt of its own")
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.message_attempts`))
-}
-
-// Property: constraint violations are permanent where the user says so.
-func TestPermanentStates(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.exec(`CREATE UNIQUE INDEX ON effects (value)`)
-	h.produceKeyed("a:1", "a:1")
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.PermanentStates = []string{"23"} })
-	h.waitParked("permanent")
-	require.NoError(t, stop())
-	require.Equal(t, 1, h.number(`SELECT attempts FROM effectonce.parked_messages`))
 }
 
 // Property: a message that is older than the forgotten claims, by its ID or by its record, is
@@ -265,12 +248,7 @@ func TestBlockWaitsAndSaysWhy(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceKeyed("a:1", "a:bad", "b:1")
 	var mended atomic.Bool
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if string(msg.Value) == "a:bad" && !mended.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { block(c); c.AttemptsMax = 2 })
+	stop := h.run(failing(&mended), func(c *consumer.Config) { block(c); c.AttemptsMax = 2 })
 	trouble := `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%blocks its partition%no such account%'`
 	h.wait("trouble", func() bool { return h.number(trouble) == 1 })
 	h.wait("more attempts than AttemptsMax", func() bool { return h.number(`SELECT max(attempts) FROM effectonce.message_attempts`) > 3 })
@@ -289,22 +267,21 @@ func TestFloodOfFailuresPausesThePartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	for i := range 40 {
-		h.produceKeyed(fmt.Sprintf("k%d:%d", i, i))
+		h.produceKeyed(fmt.Sprintf("k%d:bad", i))
 	}
 	var over atomic.Bool
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if !over.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.ParkShareMax = 0.1 })
+	c := h.make(failing(&over), func(c *consumer.Config) { c.ParkShareMax = 0.1 })
+	cancel, ended := h.begin(t.Context(), c)
+	require.Contains(t, h.waitState(c, consumer.StatePausedByBreaker).Err, errBad.Error())
 	h.wait("trouble", func() bool {
 		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%pauses instead of parking%'`) == 1
 	})
 	require.Len(t, h.parked(), 10)
 	over.Store(true)
 	h.waitEffects(30)
-	require.NoError(t, stop())
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+	cancel()
+	require.NoError(t, ended())
 	require.Len(t, h.parked(), 10)
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -17,37 +16,6 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 )
-
-// Property: a retry of the first message of one key releases the messages behind it, and no message
-// of another key. Row C17 of guarantees.md.
-func TestRetryReleasesOneKey(t *testing.T) {
-	t.Parallel()
-	for _, name := range []string{"each", "queued", "batch"} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			var fixed atomic.Bool
-			handler := shapes(func(msg *consumer.Message) error {
-				if strings.HasSuffix(string(msg.Value), "bad") && !fixed.Load() {
-					return consumer.Permanent(errBad)
-				}
-				return nil
-			})[name]
-			h := newHarness(t, 1)
-			h.produceKeyed("a:bad", "b:bad", "a:1", "b:1", "a:2")
-			stop := h.run(handler, nil)
-			h.wait("position", func() bool { return h.position() == 5 })
-			fixed.Store(true)
-			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE payload = 'a:bad'`)
-			h.waitEffects(3)
-			h.produceKeyed("a:3", "b:2")
-			h.waitEffects(4)
-			h.wait("position", func() bool { return h.position() == 7 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a:bad", "a:1", "a:2", "a:3"}, h.values())
-			require.Equal(t, []string{"b:bad permanent parked", "b:1 behind behind", "b:2 behind behind"}, h.parked())
-		})
-	}
-}
 
 // Property: a parked message that alone has more bytes than a release takes at once is released,
 // and the messages behind it follow.
@@ -79,12 +47,7 @@ func TestReleaseOfALargeMessage(t *testing.T) {
 func TestReleasedMessageIsClaimedAgain(t *testing.T) {
 	t.Parallel()
 	var fixed atomic.Bool
-	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if !fixed.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	})
+	handler := failing(&fixed)
 	h := newHarness(t, 1)
 	stop := h.run(handler, nil)
 	h.produceKeyed("a:bad")
@@ -101,30 +64,6 @@ func TestReleasedMessageIsClaimedAgain(t *testing.T) {
 	h.wait("position", func() bool { return h.position() == 1 })
 	require.NoError(t, stop())
 	require.Equal(t, []string{"a:bad"}, h.values())
-}
-
-// Property: a share of 1 never pauses, whatever happens to the messages: 150 of 150 are parked, or
-// dead letters.
-func TestParkShareOfOneNeverPauses(t *testing.T) {
-	t.Parallel()
-	for name, policy := range map[string]consumer.OnFailure{"park": consumer.OnFailurePark, "dead letter": consumer.OnFailureDeadLetter} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceAll(make([]string, 150)...)
-			stop := h.run(consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error { return consumer.Permanent(errBad) }),
-				func(c *consumer.Config) {
-					c.ParkShareMax, c.OnFailure = 1, policy
-					if policy == consumer.OnFailureDeadLetter {
-						c.DeadLetterTopic = "letters"
-					}
-				})
-			h.wait("position", func() bool { return h.position() == 150 })
-			require.NoError(t, stop())
-			require.Equal(t, 150, h.number(`SELECT (SELECT count(*) FROM effectonce.parked_messages) + (SELECT count(*) FROM effectonce.outbox)`))
-			require.NotContains(t, h.log.String(), "pauses")
-		})
-	}
 }
 
 // Property: failures count for the last messages and for ten minutes: on a quiet partition those of
@@ -153,6 +92,11 @@ func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
 	b = consumer.NewBreaker(0.01)
 	require.True(t, b.Park(), "one may always be parked")
 	require.False(t, b.Park())
+
+	b = consumer.NewBreaker(1)
+	for range 150 {
+		require.True(t, b.Park(), "a share of 1 never pauses")
+	}
 }
 
 // requests counts what a client asks of the brokers.
@@ -261,20 +205,10 @@ func TestHeaderNamedAsOursIsRetried(t *testing.T) {
 	for _, value := range []string{"x", `[["YQ==","Yg=="]]`} {
 		h.produceRecord(&kgo.Record{Value: []byte("bad"), Timestamp: time.Now(), Headers: []kgo.RecordHeader{{Key: "effectonce-raw-headers", Value: []byte(value)}}})
 	}
-	fails := true
-	var mu sync.Mutex
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		mu.Lock()
-		defer mu.Unlock()
-		if fails {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), parkAll)
+	var fixed atomic.Bool
+	stop := h.run(failing(&fixed), parkAll)
 	h.wait("parked", func() bool { return len(h.parked()) == 2 })
-	mu.Lock()
-	fails = false
-	mu.Unlock()
+	fixed.Store(true)
 	h.retry()
 	h.waitEffects(2)
 	require.NoError(t, stop())

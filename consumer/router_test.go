@@ -1,14 +1,20 @@
 package consumer_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
+	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -43,40 +49,6 @@ func (h *harness) waitHandled(n int) {
 	h.wait("position", func() bool { return h.position() == n })
 }
 
-// Property: whatever shapes the handlers of the types have, effects come in the order of the
-// messages, and messages of one type that follow each other reach a Batch together.
-func TestRouterKeepsOrderAcrossShapes(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	types := shapes(func(*consumer.Message) error { return nil })
-	var mu sync.Mutex
-	var runs []string
-	types["watched"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
-		run := ""
-		for _, msg := range msgs {
-			run += strings.TrimPrefix(string(msg.Value), "watched:")
-			if err := effect(ctx, tx, msg); err != nil {
-				return err
-			}
-		}
-		mu.Lock()
-		defer mu.Unlock()
-		runs = append(runs, run)
-		return nil
-	})
-	inner := h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"nested": types["queued"]}}, consumer.RouterConfig{})
-	sent := []string{
-		"each:1", "queued:2", "queued:3", "each:4", "batch:5", "batch:6", "queued:7", "nested:8", "nested:9", "each:10",
-		"watched:a", "watched:b", "watched:c", "queued:11", "watched:d",
-	}
-	h.produceTyped(sent...)
-	stop := h.run(h.router(consumer.TopicRoutes{Types: types, Default: inner}, consumer.RouterConfig{}), nil)
-	h.waitHandled(len(sent))
-	require.Equal(t, sent, h.values())
-	require.Equal(t, []string{"abc", "d"}, runs)
-	require.NoError(t, stop())
-}
-
 // Property: the message that failed is the one that is parked, whatever the shape of its handler
 // and wherever its run is among the others; all others have their effects in order. Row C17 of
 // guarantees.md.
@@ -97,7 +69,9 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 		q.Queue(sql, [16]byte(msg.ID), string(msg.Value))
 		return nil
 	})
+	var together atomic.Int64
 	failing["named by batch"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		together.Store(max(together.Load(), int64(len(msgs))))
 		for i, msg := range msgs {
 			if isBad(msg) {
 				return consumer.FailedAt(i, consumer.Permanent(errBad))
@@ -124,6 +98,9 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 			require.Equal(t, []string{"good:1", "good:2", "x:1", "x:2", "x:3", "good:3", "good:4", "nested:1", "nested:2"}, h.values())
 			require.Equal(t, []string{"x:bad permanent parked", "x:bad permanent parked", "nested:bad permanent parked"}, h.parked())
 			require.NoError(t, stop())
+			if name == "named by batch" {
+				require.EqualValues(t, 4, together.Load(), "messages of one type that follow each other reach a Batch together")
+			}
 		})
 	}
 }
@@ -147,19 +124,22 @@ func TestUnknownTypesAreParked(t *testing.T) {
 }
 
 // Property: messages of unknown types are skipped only if that is configured; each is counted, and
-// they are claimed. A message with two types is parked nevertheless, and so is a whole topic
-// without routes.
+// they are claimed; a function for them that panics fails its message alone. A message with two
+// types is parked nevertheless, and so is a whole topic without routes.
 func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceTyped("good:1", "strange:1", "strange:2", "untyped", "good:2")
 	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
-	h.produceTyped("strange:panic", "good:3")
+	h.produceTyped("strange:panic", "strange:goexit", "good:3")
 	var mu sync.Mutex
 	skipped := map[string]bool{}
 	cfg := consumer.RouterConfig{OnUnknown: consumer.OnUnknownSkip, Skipped: func(msg *consumer.Message) {
-		if strings.HasSuffix(string(msg.Value), "panic") {
+		switch {
+		case strings.HasSuffix(string(msg.Value), "panic"):
 			panic("counter is broken")
+		case strings.HasSuffix(string(msg.Value), "goexit"):
+			runtime.Goexit()
 		}
 		mu.Lock()
 		defer mu.Unlock()
@@ -169,12 +149,12 @@ func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 		parkAll(c)
 		c.AttemptsMax = 1
 	})
-	h.waitHandled(8)
+	h.waitHandled(9)
 	require.NoError(t, stop())
 	require.Equal(t, []string{"good:1", "good:2", "good:3"}, h.values())
 	require.Equal(t, map[string]bool{"strange:1": true, "strange:2": true, "untyped": true}, skipped)
-	require.Equal(t, []string{"ambiguous unknown_type parked", "strange:panic failed parked"}, h.parked())
-	require.Equal(t, 8, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
+	require.Equal(t, []string{"ambiguous unknown_type parked", "strange:panic failed parked", "strange:goexit failed parked"}, h.parked())
+	require.Equal(t, 9, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
 
 	_, err := consumer.New(h.pool, nil, h.router(consumer.TopicRoutes{Default: consumer.Each(effect)}, cfg), consumer.Config{Group: "g", Topics: []string{"other"}})
 	require.ErrorContains(t, err, `"other" has no routes`)
@@ -234,4 +214,174 @@ func TestRouteReportsAllProblems(t *testing.T) {
 	require.ErrorContains(t, err, "Skipped: want none unless")
 	var joined interface{ Unwrap() []error }
 	require.True(t, errors.As(err, &joined) && len(joined.Unwrap()) == 2, "%v", err)
+}
+
+// parkAll parks failures whatever their share is.
+func parkAll(c *consumer.Config) { c.ParkShareMax = 1 }
+
+type payment struct {
+	Order string `json:"order"`
+	Cents int    `json:"cents"`
+}
+
+// decoded are the two shapes of handlers with a decoder, with the same effect.
+func decoded(decoder consumer.Decoder[payment]) map[string]consumer.Handler {
+	const insert = `INSERT INTO effects (message_id, value) VALUES ($1, $2)`
+	return map[string]consumer.Handler{
+		"each": consumer.Decoded(decoder, func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, body payment) error {
+			_, err := tx.Exec(ctx, insert, [16]byte(msg.ID), body.Order)
+			return err
+		}),
+		"queued": consumer.DecodedQueued(decoder, func(_ context.Context, q *consumer.Queue, msg *consumer.Message, body payment) error {
+			q.Queue(insert, [16]byte(msg.ID), body.Order)
+			return nil
+		}),
+	}
+}
+
+// Property: a message that its decoder refuses, or panics at, is parked at once as undecodable,
+// with the reason; the other messages of its batch have their effects. Row C15 of guarantees.md.
+func TestUndecodableMessagesAreParked(t *testing.T) {
+	t.Parallel()
+	picky := consumer.DecoderFunc[payment](func(msg *consumer.Message) (payment, error) {
+		if strings.Contains(string(msg.Value), "panic") {
+			panic("no idea")
+		}
+		return consumer.JSONDecoder[payment]().Decode(msg)
+	})
+	for name, handler := range decoded(picky) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produce(`{"order":"a"}`, `{broken`, `{"order":"b"}`, `panic`, `{"order":"c"}`)
+			h.produceRecord(&kgo.Record{}) // Kafka's null
+			var permanent atomic.Int32
+			stop := h.run(handler, func(c *consumer.Config) {
+				parkAll(c)
+				c.Hooks.Failed = func(f consumer.Failed) {
+					if f.Permanent && consumer.IsPermanent(f.Err) {
+						permanent.Add(1)
+					}
+				}
+			})
+			h.wait("position", func() bool { return h.position() == 6 })
+			require.Equal(t, []string{"a", "b", "c"}, h.values())
+			require.Equal(t, []string{"{broken undecodable parked", "panic undecodable parked", " undecodable parked"}, h.parked())
+			require.Equal(t, 3, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 1`), "tried once")
+			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%panicked: no idea%'`))
+			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE 'value is no JSON of the expected form: %'`))
+			require.EqualValues(t, 3, permanent.Load())
+			require.NoError(t, stop())
+			require.NotContains(t, h.log.String(), "{broken", "no payload in a log")
+		})
+	}
+}
+
+// Property: a decoder that returns RetryAfter is called again, and the message is not parked.
+func TestDecoderThatCannotTellIsAskedAgain(t *testing.T) {
+	t.Parallel()
+	for _, shape := range []string{"each", "queued"} {
+		t.Run(shape, func(t *testing.T) {
+			t.Parallel()
+			var asked atomic.Int32
+			handler := decoded(consumer.DecoderFunc[payment](func(msg *consumer.Message) (payment, error) {
+				if asked.Add(1) <= 3 {
+					return payment{}, consumer.RetryAfter(time.Millisecond, errors.New("registry is away"))
+				}
+				return consumer.JSONDecoder[payment]().Decode(msg)
+			}))[shape]
+			h := newHarness(t, 1)
+			h.produce(`{"order":"a"}`)
+			stop := h.run(handler, nil)
+			h.waitEffects(1)
+			require.EqualValues(t, 4, asked.Load())
+			require.Empty(t, h.parked())
+			require.NoError(t, stop())
+		})
+	}
+}
+
+// Property: only a decoder's error makes a message undecodable: an error of the handler after it is
+// the handler's.
+func TestHandlersErrorIsNotTheDecoders(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produce(`{"order":"a"}`)
+	stop := h.run(consumer.JSON(func(_ context.Context, _ pgx.Tx, _ *consumer.Message, body payment) error {
+		return consumer.Permanent(json.Unmarshal([]byte("no JSON"), &body))
+	}), parkAll)
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+}
+
+// The rules of JSON are the documented ones.
+func TestJSONIsAsStrictAsDocumented(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		value string
+		want  *payment // nil: undecodable
+	}{
+		{`{"order":"a","cents":5}`, &payment{"a", 5}},
+		{" {\"order\":\"a\"}\r\n\t", &payment{"a", 0}},
+		{`{"order":"a","unknown":[1,{}]}`, &payment{"a", 0}},
+		{`{"order":"a","order":"b"}`, &payment{"b", 0}},
+		{`{"ORDER":"a"}`, &payment{"a", 0}},
+		{"{\"order\":\"\xff\"}", &payment{"\ufffd", 0}},
+		{`null`, &payment{}},
+		{`{}`, &payment{}},
+		{``, nil},
+		{`{"order":"a"} x`, nil},
+		{`{"order":"a"}{"order":"b"}`, nil},
+		{`{"order":"a"`, nil},
+		{`{"order":5}`, nil},
+		{`{"cents":1.5}`, nil},
+		{`{"cents":99999999999999999999}`, nil},
+		{`[]`, nil},
+		{strings.Repeat("[", 1_000_000), nil},
+		{`{"order":"a",}`, nil},
+		{"\ufeff{}", nil},
+	} {
+		body, err := consumer.JSONDecoder[payment]().Decode(&consumer.Message{Value: []byte(tc.value)})
+		if tc.want == nil {
+			require.Error(t, err, "%.40q", tc.value)
+			continue
+		}
+		require.NoError(t, err, "%.40q", tc.value)
+		assert.Equal(t, *tc.want, body, "%.40q", tc.value)
+	}
+}
+
+// Property: no value makes the decoder panic or change the message; a value that decodes is one
+// JSON text, and is the same after it was encoded and decoded again.
+func FuzzJSONDecoder(f *testing.F) {
+	type anything struct {
+		Text   string         `json:"text"`
+		Number int64          `json:"number"`
+		List   []float64      `json:"list"`
+		Map    map[string]any `json:"map"`
+		Time   *time.Time     `json:"time"`
+		Next   *anything      `json:"next"`
+	}
+	decoder := consumer.JSONDecoder[anything]()
+	f.Add([]byte(`{"text":"a","number":-1,"list":[1e300],"map":{"":null},"time":"2026-11-21T00:00:00Z","next":{}}`))
+	f.Fuzz(func(t *testing.T, value []byte) {
+		before := bytes.Clone(value)
+		body, err := decoder.Decode(&consumer.Message{Value: value})
+		require.Equal(t, before, value)
+		if !json.Valid(value) {
+			require.Error(t, err)
+		}
+		if err != nil {
+			return
+		}
+		again, err := json.Marshal(body)
+		if err != nil {
+			return // a year that JSON has no form for
+		}
+		same, err := decoder.Decode(&consumer.Message{Value: again})
+		require.NoError(t, err)
+		third, err := json.Marshal(same)
+		require.NoError(t, err)
+		require.JSONEq(t, string(again), string(third))
+	})
 }

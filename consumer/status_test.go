@@ -193,27 +193,6 @@ func TestStatesOfAPartitionAreShown(t *testing.T) {
 	}
 }
 
-// Property: a partition whose breaker opened reports that, and why. Issue E.
-func TestStateOfTheBreakerIsShown(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	var broken atomic.Bool
-	broken.Store(true)
-	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if broken.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), func(cfg *consumer.Config) { cfg.ParkShareMax = 0.01 })
-	h.produce("1", "2")
-	cancel, ended := h.begin(t.Context(), c)
-	require.Contains(t, h.waitState(c, consumer.StatePausedByBreaker).Err, errBad.Error())
-	broken.Store(false)
-	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
-	cancel()
-	require.NoError(t, ended())
-}
-
 // Property: a partition with workers has the worst state of them: one blocked key is seen while the
 // others are handled. Issue E.
 func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
@@ -433,53 +412,4 @@ func TestReadinessOfAReplica(t *testing.T) {
 			return both[0].Status().Phase == consumer.PhaseConsuming && both[1].Status().Phase == consumer.PhaseConsuming && partitions == 1
 		})
 	})
-}
-
-type valueKey struct{}
-
-// Property: the values of the context that Run or Deliver gets reach handlers; the end of Run's
-// does not: the batch in progress may finish. Issue E.
-func TestContextValuesReachHandlers(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	ctx := context.WithValue(t.Context(), valueKey{}, "tenant")
-	started, hold := make(chan struct{}, 1), make(chan struct{})
-	var seen, over atomic.Value
-	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		seen.Store(fmt.Sprint(ctx.Value(valueKey{})))
-		started <- struct{}{}
-		<-hold
-		over.Store(fmt.Sprint(ctx.Err()))
-		return effect(ctx, tx, msg)
-	})
-	c := h.make(handler, nil)
-	cancel, ended := h.begin(ctx, c)
-	h.produce("1")
-	<-started
-	cancel()
-	h.wait("it drains", func() bool { return c.Status().Phase == consumer.PhaseDraining })
-	close(hold)
-	require.NoError(t, ended())
-	require.Equal(t, "tenant", seen.Load())
-	require.Equal(t, "<nil>", over.Load())
-	h.waitEffects(1)
-
-	seen.Store("")
-	_, err := h.make(handler, func(cfg *consumer.Config) { cfg.Group += "-delivered" }).Deliver(ctx, &kgo.Record{Topic: h.topic, Value: []byte("1")})
-	require.NoError(t, err)
-	require.Equal(t, "tenant", seen.Load())
-	h.waitEffects(2)
-}
-
-// Property: another replica's dedup window, which maintenance uses, is named in the log.
-func TestAnotherWindowIsNamed(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	for i, window := range []time.Duration{2 * time.Hour, 3 * time.Hour} {
-		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Window = window })
-		h.produce("1")
-		h.wait("effects", func() bool { return h.position() == i+1 })
-		require.NoError(t, stop())
-	}
-	require.Equal(t, 1, h.logged("another dedup window was registered before"))
 }

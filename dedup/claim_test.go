@@ -16,33 +16,6 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// A consumer claims an ID once; a second consumer claims the same ID for itself.
-func TestClaimIsFreshOncePerConsumer(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	billing, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
-	require.NoError(t, err)
-	mailing, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "mailing/orders", Group: "mailing", Topics: []string{"orders"}})
-	require.NoError(t, err)
-	id := newIDs(t, 1)[0]
-
-	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, billing, id))
-	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, billing, id))
-	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, mailing, id))
-	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, mailing, id))
-
-	err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		next := newIDs(t, 1)[0]
-		fresh, err := claims.Claim(t.Context(), tx, billing, next, 0)
-		require.NoError(t, err)
-		assert.True(t, fresh)
-		fresh, err = claims.Claim(t.Context(), tx, billing, next, 0)
-		assert.False(t, fresh, "the same transaction again")
-		return err
-	})
-	require.NoError(t, err)
-}
-
 // C26: if an ID occurs several times in a batch, its first occurrence is fresh and the others are
 // duplicates, in the order of the batch and not in that of the IDs.
 func TestFirstOccurrenceInABatchWins(t *testing.T) {
@@ -57,26 +30,6 @@ func TestFirstOccurrenceInABatchWins(t *testing.T) {
 	assert.Empty(t, claimAlone(t, pool, claims, dedup.Numbered(1)))
 
 	assert.Equal(t, []uuid.UUID{a, b, c, d}, ids, "the caller's slice was sorted")
-}
-
-// A claim that shares its round trip with other statements returns the same result.
-func TestQueuedClaimSharesARoundTrip(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	ids := newIDs(t, 2)
-	claimAlone(t, pool, claims, dedup.Numbered(1), ids[0])
-
-	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		batch := &pgx.Batch{}
-		batch.Queue("SELECT set_config('lock_timeout', '1s', true)")
-		result := claims.Queue(batch, dedup.Numbered(1), messages(ids))
-		batch.Queue("CREATE TABLE behind_it (n int)")
-		require.NoError(t, tx.SendBatch(t.Context(), batch).Close())
-		assert.Equal(t, []bool{false, true}, result.Fresh())
-		return nil
-	})
-	require.NoError(t, err)
-	assert.Equal(t, []bool{false, false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids...))
 }
 
 // C3: a claim and the effect of its message are committed together or not at all, however the

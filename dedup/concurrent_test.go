@@ -3,7 +3,6 @@ package dedup_test
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -118,46 +117,6 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	waitUntilBlocked(t, pool, waiterPID, holderPID)
 	require.NoError(t, holder.Rollback(t.Context()))
 	assert.Equal(t, answer{fresh: true}, <-answers)
-}
-
-// C7: two batches of the same IDs in opposite order never deadlock. A third transaction holds the
-// ID in the middle. If the order of the batch counted, each would get as far as that ID and hold
-// one half of the other's. The round ends without a deadlock because the order of the IDs counts.
-func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
-	t.Parallel()
-	pool, claims := newPool(t, pgtest.Database(t), 4, "deadlock_timeout", "200ms"), newClaims(t)
-	for round := range 20 {
-		consumer := dedup.Numbered(round)
-		ids := newIDs(t, 51)
-		reversed := slices.Clone(ids)
-		slices.Reverse(reversed)
-
-		middle, _ := begin(t, pool, pgx.TxOptions{})
-		_, err := claims.Claim(t.Context(), middle, consumer, ids[25], 0)
-		require.NoError(t, err)
-		answers := make(chan answer, 2)
-		for _, batch := range [][]uuid.UUID{ids, reversed} {
-			tx, pid := begin(t, pool, pgx.TxOptions{})
-			go claimAndCommit(t.Context(), claims, tx, consumer, batch, answers)
-			waitUntil(t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(pid))
-		}
-		require.NoError(t, middle.Rollback(t.Context()))
-		requireOneOfTwo(t, answers)
-	}
-}
-
-// claimAndCommit returns true if the whole batch is fresh.
-func claimAndCommit(ctx context.Context, claims *dedup.Claims, tx pgx.Tx, consumer dedup.Consumer, ids []uuid.UUID, answers chan<- answer) {
-	fresh, err := freshOf(claims.ClaimBatch(ctx, tx, consumer, messages(ids)))
-	if err != nil {
-		_ = tx.Rollback(ctx) // lets the other one continue
-		answers <- answer{err: err}
-		return
-	}
-	if slices.Contains(fresh, true) && slices.Contains(fresh, false) {
-		err = fmt.Errorf("a part of the batch is fresh: %v", fresh)
-	}
-	answers <- answer{fresh[0], cmp.Or(err, tx.Commit(ctx))}
 }
 
 func requireOneOfTwo(t *testing.T, answers <-chan answer) {

@@ -114,3 +114,20 @@ func ExampleCallKey() {
 	// 969809a2-5fbc-858c-a489-e8dbe750925e
 	// c104be56-3045-8904-9a65-620a60f00b63
 }
+
+// States may arrive in any order: the newest one stays, and late ones have no effect.
+func ExampleFences_Fence() {
+	fences, err := dedup.NewFences(dedup.FenceConfig{})
+	if err != nil {
+		return
+	}
+	handle := func(ctx context.Context, tx pgx.Tx, order string, version int64, state []byte) error {
+		applied, err := fences.Fence(ctx, tx, "shop/orders", order, version)
+		if err != nil || !applied {
+			return err
+		}
+		_, err = tx.Exec(ctx, `UPDATE orders SET state = $2 WHERE id = $1`, order, state)
+		return err
+	}
+	_ = handle
+}

@@ -2,11 +2,9 @@ package dedup_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -18,7 +16,6 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 func newFences(tb testing.TB) *dedup.Fences {
@@ -168,36 +165,6 @@ func TestVersionWaitsForTheOpenOne(t *testing.T) {
 	}
 }
 
-// C7: two batches that name the same resources in opposite orders do not deadlock.
-func TestFenceBatchesDoNotDeadlock(t *testing.T) {
-	t.Parallel()
-	pool, fences := newPool(t, pgtest.Database(t), 2, "deadlock_timeout", "20ms"), newFences(t)
-	versions := make([]dedup.Version, 500)
-	for round := range 10 {
-		for i := range versions {
-			versions[i] = dedup.Version{Resource: fmt.Sprint("order-", i), Version: int64(round)}
-		}
-		reversed := slices.Clone(versions)
-		slices.Reverse(reversed)
-		start, failures := make(chan struct{}), make(chan error, 2)
-		for _, batch := range [][]dedup.Version{versions, reversed} {
-			tx, _ := begin(t, pool, pgx.TxOptions{})
-			go func() {
-				<-start
-				_, err := fences.FenceBatch(t.Context(), tx, "orders", batch)
-				if err == nil {
-					err = tx.Commit(t.Context())
-				} else {
-					_ = tx.Rollback(t.Context())
-				}
-				failures <- err
-			}()
-		}
-		close(start)
-		require.NoError(t, errors.Join(<-failures, <-failures))
-	}
-}
-
 // C5: under REPEATABLE READ and SERIALIZABLE a version that was stored after the snapshot is
 // ErrRetry, and in the next transaction the result is stale.
 func TestFenceBeyondTheSnapshotIsForRetry(t *testing.T) {
@@ -236,25 +203,6 @@ func TestBadVersionsNeverReachTheServer(t *testing.T) {
 
 	_, err = dedup.NewFences(dedup.FenceConfig{Schema: "No Schema"})
 	require.ErrorContains(t, err, "schema ")
-}
-
-// S8: everything happens in the configured schema, whatever the search path offers instead.
-func TestFencesUseTheConfiguredSchema(t *testing.T) {
-	t.Parallel()
-	address := pgtest.EmptyDatabase(t)
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	defer func() { require.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) }()
-	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{Schema: "tenant_7"}))
-	_, err = conn.Exec(t.Context(), `CREATE SCHEMA evil; CREATE TABLE evil.fences (LIKE tenant_7.fences)`)
-	require.NoError(t, err)
-	pool := newPool(t, address, 1, "search_path", "evil, public")
-	fences, err := dedup.NewFences(dedup.FenceConfig{Schema: "tenant_7"})
-	require.NoError(t, err)
-	for _, version := range []int64{3, 4} {
-		require.True(t, fenceAlone(t, pool, fences, "order-1", version))
-	}
-	var version int64
-	require.NoError(t, conn.QueryRow(t.Context(), `SELECT version FROM tenant_7.fences`).Scan(&version))
-	assert.EqualValues(t, 4, version)
+	_, err = dedup.New(dedup.Config{Schema: "No Schema"})
+	require.ErrorContains(t, err, "schema ")
 }

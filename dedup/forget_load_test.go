@@ -277,3 +277,15 @@ func killUntil(t *testing.T, pool *pgxpool.Pool, stop <-chan struct{}) {
 		kills += tag.RowsAffected()
 	}
 }
+
+// Property: one process at a time maintains; a holder that died is replaced when its lease is over.
+func TestOneMaintainerAtATime(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	exec(t, pool, `INSERT INTO effectonce.maintenance (job, owner, lease_until) VALUES ('claims', 'somebody', clock_timestamp() + interval '1 minute')`)
+	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
+	require.NoError(t, err)
+	require.True(t, report.Elsewhere)
+	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms' WHERE job = 'claims'`)
+	maintain(t, pool, claims)
+}

@@ -1,16 +1,19 @@
 package dedup_test
 
 import (
+	"context"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // C6: replicas of one application start at once and all get the same number, also those that find a
@@ -68,15 +71,6 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	assert.Equal(t, owner, again)
 	require.NoError(t, pool.QueryRow(t.Context(), "SELECT topics FROM effectonce.consumers").Scan(&topics))
 	assert.Equal(t, []string{"orders", "refunds"}, topics, "its owner may change the topics")
-}
-
-// A consumer without topics is valid: the package does not depend on Kafka.
-func TestConsumerNeedsNoTopics(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "webhooks", Group: "webhooks", Topics: nil})
-	require.NoError(t, err)
-	assert.NotZero(t, consumer)
 }
 
 // Names have bounds, which the database enforces and the error states.
@@ -144,4 +138,72 @@ func TestForeverIsDecidedOnce(t *testing.T) {
 	ledger.Forever = false
 	_, err = claims.Register(t.Context(), pool, ledger)
 	require.ErrorIs(t, err, dedup.ErrForeverDecided)
+}
+
+// The claim is one statement and must stay one: a SELECT followed by an INSERT would be a race.
+func TestClaimIsOneStatement(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	config := pool.Config().ConnConfig
+	statements := &recorder{}
+	config.Tracer = statements
+	conn, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, conn.Close(t.Context())) }()
+	tx, err := conn.Begin(t.Context())
+	require.NoError(t, err)
+	statements.list = nil
+	_, err = newClaims(t).ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages(newIDs(t, 1000)))
+	require.NoError(t, err)
+	require.Len(t, statements.list, 1)
+	assert.Contains(t, statements.list[0], "-- dedup.claim\n")
+	require.NoError(t, tx.Rollback(t.Context()))
+}
+
+// recorder keeps the text of every statement that a connection sends.
+type recorder struct{ list []string }
+
+func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	r.list = append(r.list, data.SQL)
+	return ctx
+}
+
+func (r *recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (r *recorder) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	return ctx
+}
+
+func (r *recorder) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
+	r.list = append(r.list, data.SQL)
+}
+
+func (r *recorder) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
+// S8: everything happens in the configured schema, whatever the search path offers instead; there is
+// no other schema of this library in this database.
+func TestConfiguredSchemaIsUsed(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	conn := pgtest.Connect(t, address)
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{Schema: "tenant_7"}))
+	_, err := conn.Exec(t.Context(), `CREATE SCHEMA evil; CREATE TABLE evil.fences (LIKE tenant_7.fences); CREATE TABLE evil.processed_messages (LIKE tenant_7.processed_messages)`)
+	require.NoError(t, err)
+	pool := newPool(t, address, 2, "search_path", "evil, public")
+
+	claims, err := dedup.New(dedup.Config{Schema: "tenant_7"})
+	require.NoError(t, err)
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
+	require.NoError(t, err)
+	id := newIDs(t, 1)[0]
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
+	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, id))
+	fences, err := dedup.NewFences(dedup.FenceConfig{Schema: "tenant_7"})
+	require.NoError(t, err)
+	for _, version := range []int64{3, 4} {
+		require.True(t, fenceAlone(t, pool, fences, "order-1", version))
+	}
+	var rows, version int
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*), (SELECT version FROM tenant_7.fences) FROM tenant_7.processed_messages`).Scan(&rows, &version))
+	assert.Equal(t, []int{1, 4}, []int{rows, version})
 }

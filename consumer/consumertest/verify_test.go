@@ -49,10 +49,6 @@ func book(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 func TestVerifyPassesWhatIsRight(t *testing.T) {
 	t.Parallel()
 	consumertest.Verify(t, consumer.Each(book), messages(), consumertest.Options{Setup: accounts})
-}
-
-func TestVerifyPassesTheOtherShapes(t *testing.T) {
-	t.Parallel()
 	consumertest.Verify(t, consumer.Queued(func(ctx context.Context, q *consumer.Queue, msg *consumer.Message) error {
 		q.Queue(`UPDATE account SET balance = balance + $2::text::int WHERE name = $1`, string(msg.Key), string(msg.Value))
 		return q.Publish(ctx, outbox.Message{Topic: "booked", Key: msg.Key})

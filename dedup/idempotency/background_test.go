@@ -124,29 +124,6 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: the hook gets the verdict on each request.
-func TestHookIsTold(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	var told []idempotency.Verdict
-	o := newOperation(t, pool, idempotency.Config{Hooks: idempotency.Hooks{Answered: func(operation string, v idempotency.Verdict) {
-		assert.Equal(t, "order", operation)
-		told = append(told, v)
-	}}})
-	for range 2 {
-		_, _ = o.Once(t.Context(), key("a"), insertOnce("a"))
-	}
-	other := key("a")
-	other.Fingerprint[0]++
-	_, _ = o.Once(t.Context(), other, insertOnce("a"))
-	_, _ = o.Once(t.Context(), key(""), insertOnce("a"))
-	_, _ = o.Once(t.Context(), key("b"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
-		_, _ = o.Once(ctx, key("b"), insertOnce("b"))
-		return idempotency.Response{}, errors.New("away")
-	})
-	require.Equal(t, []idempotency.Verdict{idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InvalidKey, idempotency.InProgress, idempotency.FailedForNow}, told)
-}
-
 // Property: outcomes, recovery points and the record of a call that must not be repeated are
 // durable before they are acted on, also if the role's synchronous_commit is off.
 func TestWhatIsActedOnIsDurable(t *testing.T) {

@@ -3,7 +3,6 @@ package idempotency_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -21,26 +20,6 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
-
-// Property: a phase that fails leaves the earlier recovery points, frees the key at once, and the
-// next request continues there: earlier phases do not run again. Rows H1, H3 of guarantees.md.
-func TestFlowGoesOnAtTheFailedPhase(t *testing.T) {
-	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	b.refuse = 2
-	for range 2 {
-		_, err := flow.Do(t.Context(), key("k"), []byte("100"))
-		require.ErrorIs(t, err, errAway)
-		require.Equal(t, 1, effects(t, pool, "reserve k"))
-		require.Zero(t, effects(t, pool, "charge k"))
-	}
-	mismatch := key("k")
-	mismatch.Fingerprint = idempotency.NewFingerprint([]byte("200"))
-	_, err := flow.Do(t.Context(), mismatch, []byte("200"))
-	require.ErrorIs(t, err, idempotency.ErrMismatch)
-	requirePaidOnce(t, pool, b)
-}
 
 // withDefault is a pool whose sessions have another default isolation.
 func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpool.Pool {
@@ -173,32 +152,6 @@ func TestFlowWithoutAResponse(t *testing.T) {
 	require.Zero(t, effects(t, pool, "a"))
 }
 
-// Property: ten requests at once with one key execute the flow once; the others get its outcome, or
-// that it is in progress, whatever the role's default isolation is.
-func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
-	t.Parallel()
-	pool, b := withDefault(t, newPool(t), pgx.Serializable), newBank(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	const rounds = 10
-	for round := range rounds {
-		var group sync.WaitGroup
-		executed := make(chan struct{}, 10)
-		for range 10 {
-			group.Go(func() {
-				response, err := flow.Do(t.Context(), key(fmt.Sprint(round)), []byte("100"))
-				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
-					executed <- struct{}{}
-				}
-			})
-		}
-		group.Wait()
-		require.Len(t, executed, 1)
-	}
-	require.Equal(t, 3*rounds, count(t, pool, `SELECT count(*) FROM effects`))
-	asked, _ := b.counts()
-	require.Equal(t, rounds, asked)
-}
-
 // Property: a lock is renewed while its work lasts, before it is over, and no other worker takes the
 // key over. Row H23 of guarantees.md.
 func TestLongWorkKeepsItsLock(t *testing.T) {
@@ -321,4 +274,114 @@ func TestHoldersWriteWaitsForOthers(t *testing.T) {
 	require.ErrorIs(t, err, errAway)
 	require.NotContains(t, err.Error(), "release the lock")
 	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
+}
+
+// Property: each statement of a holder checks the token: right after another worker took the key
+// over, none changes the key, and no phase commits. Row H2 of guarantees.md.
+func TestEveryWriteOfAHolderChecksTheToken(t *testing.T) {
+	t.Parallel()
+	type moment func(ctx context.Context) error // the key is taken over
+	finish := func(s *step) { s.Finish(idempotency.Response{Status: 201}) }
+	inCall := func(atMostOnce bool, then func(ctx context.Context) error) func(moment) idempotency.Phase[payment] {
+		return func(taken moment) idempotency.Phase[payment] {
+			return idempotency.Phase[payment]{Name: "all", AtMostOnce: atMostOnce, Call: func(ctx context.Context, _ *step) error {
+				if err := taken(ctx); err != nil {
+					return err
+				}
+				return then(ctx)
+			}, Write: func(ctx context.Context, tx pgx.Tx, s *step) error { finish(s); return effect(ctx, tx, "all") }}
+		}
+	}
+	inWrite := func(then func(s *step)) func(moment) idempotency.Phase[payment] {
+		return func(taken moment) idempotency.Phase[payment] {
+			return idempotency.Phase[payment]{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+				then(s)
+				return errors.Join(taken(ctx), effect(ctx, tx, "all"))
+			}}
+		}
+	}
+	called := errors.New("the call was made")
+	for name, c := range map[string]struct {
+		phase   func(moment) idempotency.Phase[payment]
+		claimed bool // it is taken over right after the claim
+		lock    time.Duration
+		want    error
+	}{
+		"idempotency.advance": {phase: inWrite(func(*step) {}), want: idempotency.ErrLockLost},
+		"idempotency.finish":  {phase: inWrite(finish), want: idempotency.ErrLockLost},
+		"idempotency.finish, without effects": {phase: inCall(false, func(context.Context) error {
+			return idempotency.Final(idempotency.Response{Status: 402}, errAway)
+		}), want: idempotency.ErrLockLost},
+		"idempotency.calling": {phase: func(moment) idempotency.Phase[payment] {
+			return calls(true, func(*step) error { return called })
+		}, claimed: true, want: idempotency.ErrLockLost},
+		"idempotency.undecided": {phase: inCall(true, func(context.Context) error { return idempotency.Indeterminate(errAway) }), want: errAway},
+		"idempotency.unlock":    {phase: inCall(false, func(context.Context) error { return errAway }), want: errAway},
+		"idempotency.renew": {phase: inCall(false, func(ctx context.Context) error {
+			<-ctx.Done() // at the next renewal, or when CallMax is over
+			return context.Cause(ctx)
+		}), lock: time.Second, want: idempotency.ErrLockLost},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, heirs := newPool(t), ""
+			const row = `SELECT k::text FROM effectonce.idempotency_keys k`
+			taken := func(ctx context.Context) error {
+				if _, err := pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
+					locked_by = 'heir', locked_until = clock_timestamp() + interval '1 hour'`); err != nil {
+					return err
+				}
+				return pool.QueryRow(ctx, row).Scan(&heirs)
+			}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: c.lock}), idempotency.FlowConfig[payment]{},
+				[]idempotency.Phase[payment]{c.phase(taken), ends("ship")})
+			_, err := flow.Do(crashpoint.With(t.Context(), func(point string) {
+				if c.claimed && point == crashpoint.KeyClaimed {
+					require.NoError(t, taken(t.Context()))
+				}
+			}), key("k"), nil)
+			require.ErrorIs(t, err, c.want)
+			require.NotErrorIs(t, err, called)
+			require.NotEmpty(t, heirs)
+			var now string
+			require.NoError(t, pool.QueryRow(t.Context(), row).Scan(&now))
+			require.Equal(t, heirs, now, "the key is the heir's")
+			require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
+		})
+	}
+}
+
+// Property: a holder that was frozen until its key was finished by another one, forgotten, and claimed
+// again by a later request commits nothing: no two claims of a key have one token, also where the row
+// of the first one is gone. The same holds where a failover lost the first claim.
+func TestTokenOfAForgottenClaimIsNoLaterOnes(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	flow := func() *idempotency.Flow[payment] { // of another process
+		return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
+	}
+	claimed, frozen, later := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	first := crashpoint.With(t.Context(), func(point string) {
+		if point != crashpoint.KeyClaimed {
+			return
+		}
+		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
+		require.NoError(t, err)
+		second := crashpoint.With(t.Context(), func(point string) {
+			if point == crashpoint.KeyClaimed {
+				close(claimed)
+				<-frozen
+			}
+		})
+		go func() {
+			_, err := flow().Do(second, key("k"), nil)
+			later <- err
+		}()
+		<-claimed
+	})
+	_, err := flow().Do(first, key("k"), nil)
+	close(frozen)
+	require.ErrorIs(t, err, idempotency.ErrLockLost)
+	require.NoError(t, <-later)
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
 }

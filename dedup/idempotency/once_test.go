@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -82,41 +83,6 @@ func insertOnce(name string) func(context.Context, pgx.Tx) (idempotency.Response
 	return func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		return idempotency.Response{Status: 201, Header: map[string][]string{"X-A": {"1", "2"}}, Body: []byte("body\x00" + name)}, effect(ctx, tx, name)
 	}
-}
-
-// Property: the second request with a key gets the first one's response, byte for byte, and no
-// second effect.
-func TestSecondRequestIsReplayed(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
-	first, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	require.False(t, first.Replayed)
-	second, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	require.True(t, second.Replayed)
-	second.Replayed = false
-	require.Equal(t, first, second)
-	require.Equal(t, 1, effects(t, pool, "a"))
-}
-
-// Property: work that panics, or ends its goroutine, leaves nothing behind, and its connection is
-// usable again.
-func TestPanicLeavesNothing(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
-	require.PanicsWithValue(t, "oops", func() {
-		_, _ = o.Once(t.Context(), key("a"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			_ = effect(ctx, tx, "a")
-			panic("oops")
-		})
-	})
-	require.Zero(t, effects(t, pool, "a"))
-	_, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	pgtest.Unused(t, pool)
 }
 
 // Property: a serialization failure is tried again at once, a bounded number of times. Row H20 of
@@ -294,59 +260,6 @@ func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 	require.Equal(t, 3, effects(t, pool, "a"))
 }
 
-// Property: while a request is in progress another one with its key gets ErrInProgress, in bounded
-// time, and the time of a retry; afterwards it gets the response.
-func TestInProgressIsToldInTime(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 50 * time.Millisecond})
-	release := held(t, o, key("a"), insertOnce("a"))
-	_, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	var busy *idempotency.InProgressError
-	require.ErrorAs(t, err, &busy)
-	require.ErrorIs(t, err, idempotency.ErrInProgress)
-	require.Positive(t, busy.RetryAfter)
-	require.NoError(t, release())
-	response, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	require.True(t, response.Replayed)
-	require.Equal(t, 1, effects(t, pool, "a"))
-}
-
-// Property: a failure that a retry could fix leaves nothing behind and frees the key at once,
-// whatever kind it is; a final one is stored and replayed, without the effects of its work. Rows
-// H3, H18 of guarantees.md.
-func TestOutcomes(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
-	for name, failure := range map[string]func(ctx context.Context, tx pgx.Tx) error{
-		"error":     func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
-		"statement": broken,
-		"commit":    func(ctx context.Context, tx pgx.Tx) error { _ = tx.Commit(ctx); return nil },
-		"rollback":  func(ctx context.Context, tx pgx.Tx) error { _ = tx.Rollback(ctx); return nil },
-		"end":       func(ctx context.Context, tx pgx.Tx) error { _, _ = tx.Exec(ctx, ` ; COMMIT`); return nil },
-	} {
-		_, err := o.Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			return idempotency.Response{Status: 200}, errors.Join(effect(ctx, tx, name), failure(ctx, tx))
-		})
-		require.Error(t, err, name)
-		require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name))
-		response, err := o.Once(t.Context(), key(name), insertOnce(name))
-		require.NoError(t, err, name)
-		require.False(t, response.Replayed, name)
-		require.Equal(t, 1, effects(t, pool, name))
-	}
-	for _, replayed := range []bool{false, true} {
-		response, err := o.Once(t.Context(), key("declined"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			return idempotency.Response{}, errors.Join(effect(ctx, tx, "declined"), fmt.Errorf("charge: %w", idempotency.Final(idempotency.Response{Status: 402, Body: []byte("no funds")}, errors.New("declined"))))
-		})
-		require.NoError(t, err)
-		require.Equal(t, idempotency.Response{Status: 402, Body: []byte("no funds"), Replayed: replayed}, response)
-	}
-	require.Zero(t, effects(t, pool, "declined"))
-}
-
 // Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the
 // attempts are used up, and not before; also one that shows only at COMMIT. Row H20 of guarantees.md.
 func TestFailuresThatBecomeFinal(t *testing.T) {
@@ -385,18 +298,29 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 }
 
 // Property: of ten requests at once with one key, one is executed; the others get its response, or
-// that it is in progress. Row H7 of guarantees.md.
+// that it is in progress; also in phases, and where the role's default isolation is another one. Row
+// H7 of guarantees.md.
 func TestTenAtOnceAreExecutedOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond})
+	other := newOperation(t, withDefault(t, pool, pgx.Serializable), idempotency.Config{WaitMax: 100 * time.Millisecond})
+	flow := newFlow(t, other, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+		s.Finish(idempotency.Response{Status: 201})
+		return effect(ctx, tx, s.Key.Value)
+	}}})
 	const rounds = 50
 	for round := range rounds {
+		value := fmt.Sprint(round)
+		request := func() (idempotency.Response, error) { return o.Once(t.Context(), key(value), insertOnce(value)) }
+		if round%2 == 1 {
+			request = func() (idempotency.Response, error) { return flow.Do(t.Context(), key(value), nil) }
+		}
 		var executed atomic.Int64
 		var group sync.WaitGroup
 		for range 10 {
 			group.Go(func() {
-				response, err := o.Once(t.Context(), key(fmt.Sprint(round)), insertOnce(fmt.Sprint(round)))
+				response, err := request()
 				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
 					executed.Add(1)
 				}
@@ -407,20 +331,6 @@ func TestTenAtOnceAreExecutedOnce(t *testing.T) {
 	}
 	require.Equal(t, rounds, count(t, pool, `SELECT count(*) FROM effects`))
 	require.Equal(t, rounds, count(t, pool, `SELECT count(DISTINCT name) FROM effects`))
-}
-
-// Property: of a response that is too large only the fact is stored: a later request gets a defined
-// answer, and no second execution. Row H11 of guarantees.md.
-func TestLargeResponseIsNotStored(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{ResponseBytesMax: 4})
-	for _, replayed := range []bool{false, true} {
-		response, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-		require.NoError(t, err)
-		require.Equal(t, []bool{replayed, replayed, replayed}, []bool{response.Replayed, response.BodyDropped, response.Body == nil})
-	}
-	require.Equal(t, 1, effects(t, pool, "a"))
 }
 
 // Property: keys out of bounds are refused before anything is sent to the database. Row H9 of
@@ -439,5 +349,35 @@ func TestKeysOutOfBounds(t *testing.T) {
 	} {
 		_, err := o.Once(t.Context(), k, insertOnce("a"))
 		require.ErrorIs(t, err, idempotency.ErrInvalid, "%+v", k)
+	}
+}
+
+// Property: Advise reports weaknesses of a value alone; it reports none for random values and
+// names.
+func TestAdviceOnOneValue(t *testing.T) {
+	t.Parallel()
+	type weak = []idempotency.Weakness
+	for value, want := range map[string]weak{
+		"a1b2":                                  {idempotency.WeakShort},
+		"4127":                                  {idempotency.WeakShort, idempotency.WeakNumber},
+		"00004127":                              {idempotency.WeakNumber},
+		"1732199163":                            {idempotency.WeakTime},
+		"1732199163123":                         {idempotency.WeakTime},
+		"1732199163123456789":                   {idempotency.WeakTime},
+		"2026-11-21T14:26:03Z":                  {idempotency.WeakTime},
+		"2026-11-21T14:26:03.123456+02:00":      {idempotency.WeakTime},
+		"20261121142603":                        {idempotency.WeakTime},
+		"00000000-0000-0000-0000-000000000000":  {idempotency.WeakConstant},
+		"aaaaaaaaaaaa":                          {idempotency.WeakConstant},
+		idempotency.NewKey():                    nil,
+		uuid.NewString():                        nil,
+		"stripe-node-retry-" + uuid.NewString(): nil,
+		"KG5LxwFBepaKHyUD":                      nil, // Stripe's example
+		"01ARZ3NDEKTSV4RRFFQ69G5FAV":            nil, // a ULID
+		"295617483920475610293847561029384756":  nil, // 119 bits, drawn
+		idempotency.Domain("charge", "order", "4127"): nil,
+		idempotency.Domain("pay", "7"):                nil,
+	} {
+		require.ElementsMatch(t, want, idempotency.Advise(value), value)
 	}
 }

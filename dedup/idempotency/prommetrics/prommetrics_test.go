@@ -6,6 +6,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -38,7 +39,7 @@ func scraped(t *testing.T, registry *prometheus.Registry) map[string]string {
 
 func operation(t *testing.T, pool *pgxpool.Pool, name string, hooks idempotency.Hooks) *idempotency.Operation {
 	t.Helper()
-	op, err := idempotency.New(pool, idempotency.Config{Operation: name, Hooks: hooks})
+	op, err := idempotency.New(pool, idempotency.Config{Operation: name, Hooks: hooks, WaitMax: 10 * time.Millisecond})
 	require.NoError(t, err)
 	return op
 }
@@ -70,7 +71,14 @@ func TestRequestsAreCounted(t *testing.T) {
 		ask(orders, k, nil)
 	}
 	ask(refunds, k, nil)
-	ask(orders, idempotency.Key{Scope: "tenant-7", Value: "other"}, failure)
+	_, err = orders.Once(ctx, idempotency.Key{Scope: "tenant-7", Value: "other"}, func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
+		_, err := orders.Once(ctx, idempotency.Key{Scope: "tenant-7", Value: "other"}, nil)
+		require.ErrorIs(t, err, idempotency.ErrInProgress)
+		return idempotency.Response{}, failure
+	})
+	require.ErrorIs(t, err, failure)
+	_, err = orders.Once(ctx, idempotency.Key{Scope: "tenant-7"}, nil)
+	require.ErrorIs(t, err, idempotency.ErrInvalid)
 	k.Fingerprint[0]++
 	_, err = orders.Once(ctx, k, nil)
 	require.ErrorIs(t, err, idempotency.ErrMismatch)
@@ -83,8 +91,9 @@ func TestRequestsAreCounted(t *testing.T) {
 	for series, want := range map[string]string{
 		`effectonce_idempotency_requests_total{operation="order",outcome="executed"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="replayed"}`: "2",
 		`effectonce_idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="failed"}`: "1",
-		`effectonce_idempotency_requests_total{operation="order",outcome="invalid"}`: "0", `effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
-		`effectonce_idempotency_keys_forgotten_total`: "2",
+		`effectonce_idempotency_requests_total{operation="order",outcome="invalid"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="in_progress"}`: "1",
+		`effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
+		`effectonce_idempotency_keys_forgotten_total`:                                  "2",
 	} {
 		require.Equal(t, want, found[series], series)
 	}

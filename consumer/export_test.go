@@ -343,7 +343,7 @@ func (b *Breaker) Handled(n int) { b.b.noteHandled(n) }
 func OfAnotherServer(at *Position) { at.p.server = at.p.server.Add(-time.Hour) }
 
 // Asks is how many batches ask before one is taken as fresh again.
-func (p *Position) Asks() int { return int(p.asks.Load()) }
+func (at *Position) Asks() int { return int(at.asks.Load()) }
 
 // Outcome is what a batch came to.
 type Outcome struct{ Fresh, Duplicates, Parked int }

@@ -241,12 +241,12 @@ func TestTransportSettingsAreChecked(t *testing.T) {
 func TestLogsHaveNoKeys(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))
-	var log bytes.Buffer
-	client := newClient(t, quick(keyclient.TransportConfig{Logger: textLogger(&log)}))
+	var logged bytes.Buffer
+	client := newClient(t, quick(keyclient.TransportConfig{Logger: textLogger(&logged)}))
 	_, _, err := do(keyclient.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")
 	require.NoError(t, err)
-	require.Contains(t, log.String(), "status=503")
-	require.NotContains(t, log.String(), "canary")
+	require.Contains(t, logged.String(), "status=503")
+	require.NotContains(t, logged.String(), "canary")
 }
 
 // Property: each POST or PATCH gets a UUIDv7 of its own, and all its attempts carry it and the whole

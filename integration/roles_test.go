@@ -330,10 +330,12 @@ CREATE POLICY shop ON effectonce.outbox_scheduled AS RESTRICTIVE FOR INSERT TO P
 		n, m := kafkatest.Count(t, orders), kafkatest.Count(t, payments)
 		return n == 3 && m == 1, []int{n, m}
 	})
-	eventually(t, "the partition reports the refusal", func() (bool, any) {
-		var trouble *string
-		require.NoError(t, p.owner.QueryRow(ctx, `SELECT pg_catalog.max(trouble) FROM effectonce.consumer_positions`).Scan(&trouble))
-		return trouble != nil && strings.Contains(*trouble, "row-level security"), trouble
+	eventually(t, "the message that publishes to a refused topic is parked, and no other", func() (bool, any) {
+		rows, err := p.owner.Query(ctx, `SELECT reason || ': ' || error FROM effectonce.parked_messages`)
+		require.NoError(t, err)
+		parked, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return len(parked) == 1 && strings.HasPrefix(parked[0], "failed: ") && strings.Contains(parked[0], "row-level security"), parked
 	})
 	end()
 	require.NoError(t, <-done)

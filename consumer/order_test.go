@@ -39,9 +39,9 @@ func TestWorkersInsideAPartition(t *testing.T) {
 			h := newHarness(t, 1)
 			const keys, versions = 9, 40
 			produceVersions(t, h.topic, keys, versions)
-			var mended atomic.Bool
+			var repaired atomic.Bool
 			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if string(msg.Value) == "k3:10" && !mended.Load() {
+				if string(msg.Value) == "k3:10" && !repaired.Load() {
 					return consumer.Permanent(errBad)
 				}
 				_, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, rand.Float64()*0.003)
@@ -57,7 +57,7 @@ func TestWorkersInsideAPartition(t *testing.T) {
 			}
 			require.Equal(t, behind, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'behind'`))
 			require.Equal(t, keys*versions-behind-1, h.number(`SELECT count(*) FROM effects`))
-			mended.Store(true)
+			repaired.Store(true)
 			h.retry()
 			h.waitEffects(keys * versions)
 			require.NoError(t, stop())

@@ -63,9 +63,9 @@ func TestParkingKeepsOrder(t *testing.T) {
 	for _, name := range []string{"each", "queued", "batch"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			var mended atomic.Bool
+			var repaired atomic.Bool
 			handler := shapes(func(msg *consumer.Message) error {
-				if strings.HasSuffix(string(msg.Value), "bad") && !mended.Load() {
+				if strings.HasSuffix(string(msg.Value), "bad") && !repaired.Load() {
 					return consumer.Permanent(errBad)
 				}
 				return nil
@@ -89,7 +89,7 @@ func TestParkingKeepsOrder(t *testing.T) {
 			require.Len(t, h.values(), 4)
 
 			// A retry of one key releases what is behind it, and no message of another key.
-			mended.Store(true)
+			repaired.Store(true)
 			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE payload = 'a:bad'`)
 			h.waitEffects(8)
 			h.wait("one key is free", func() bool { return len(h.parked()) == 2 })
@@ -247,13 +247,13 @@ func TestBlockWaitsAndSaysWhy(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceKeyed("a:1", "a:bad", "b:1")
-	var mended atomic.Bool
-	stop := h.run(failing(&mended), func(c *consumer.Config) { block(c); c.AttemptsMax = 2 })
+	var repaired atomic.Bool
+	stop := h.run(failing(&repaired), func(c *consumer.Config) { block(c); c.AttemptsMax = 2 })
 	trouble := `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%blocks its partition%no such account%'`
 	h.wait("trouble", func() bool { return h.number(trouble) == 1 })
 	h.wait("more attempts than AttemptsMax", func() bool { return h.number(`SELECT max(attempts) FROM effectonce.message_attempts`) > 3 })
 	require.Equal(t, []string{"a:1"}, h.values())
-	mended.Store(true)
+	repaired.Store(true)
 	h.waitEffects(3)
 	require.NoError(t, stop())
 	require.Equal(t, []string{"a:1", "a:bad", "b:1"}, h.values())

@@ -191,8 +191,8 @@ const distance = `{"name": "distance", "type": "latency", "stream": "downstream"
 type proxy struct {
 	*toxiproxy.Proxy
 
-	server *toxiproxy.ApiServer
-	mended bool // toxics were removed from it
+	server   *toxiproxy.ApiServer
+	repaired bool // toxics were removed from it
 }
 
 // newProxy listens at an address.
@@ -208,12 +208,12 @@ func newProxy(server *toxiproxy.ApiServer, listen, upstream string) (*toxiproxy.
 // removed toxic in a connection that was closing just then, and the next toxics that are added to
 // that connection end the program.
 func (p *proxy) renew() (err error) {
-	if !p.mended {
+	if !p.repaired {
 		return nil
 	}
 	p.Stop()
 	p.Proxy, err = newProxy(p.server, p.Listen, p.Upstream)
-	p.mended = false
+	p.repaired = false
 	return err
 }
 
@@ -319,7 +319,7 @@ func letThrough(ctx context.Context, list []*proxy) error {
 		for _, p := range list {
 			for _, present := range p.Toxics.GetToxicArray() {
 				if name := present.(*toxics.ToxicWrapper).Name; name != "distance" {
-					p.mended = true
+					p.repaired = true
 					if err := p.Toxics.RemoveToxic(ctx, name); err != nil {
 						return err
 					}

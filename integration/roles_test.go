@@ -110,16 +110,16 @@ func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
 // paper is a handler of money: fenced, with an effect and a message of its own. What is bad fails
 // for good until it is fixed, and what is flaky the first time.
 type paper struct {
-	results string // topic
-	fences  *dedup.Fences
-	mended  atomic.Bool
-	flaked  atomic.Bool
+	results  string // topic
+	fences   *dedup.Fences
+	repaired atomic.Bool
+	flaked   atomic.Bool
 }
 
 func (p *paper) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 	value := string(msg.Value)
 	switch {
-	case strings.HasPrefix(value, "bad") && !p.mended.Load():
+	case strings.HasPrefix(value, "bad") && !p.repaired.Load():
 		return consumer.Permanent(errors.New("no such account"))
 	case strings.HasPrefix(value, "flaky") && !p.flaked.Swap(true):
 		return errors.New("the ledger is away")
@@ -227,7 +227,7 @@ func partsWork(t *testing.T, p parts) {
 	within("parked", `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`, 1)
 	within("effects", `SELECT count(*) FROM app_effects`, 2)
 	within("a dead row", `SELECT count(*) FROM effectonce.outbox_dead`, 1)
-	handler.mended.Store(true)
+	handler.repaired.Store(true)
 	_, err = p.as(t, "operator").Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL`)
 	require.NoError(t, err)
 	within("the parked message is handled", `SELECT count(*) FROM app_effects`, 3)

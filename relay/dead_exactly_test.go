@@ -199,9 +199,9 @@ func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 				t.Parallel()
 				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 				var refusals atomic.Int64
-				var mended atomic.Bool
+				var repaired atomic.Bool
 				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-					if mended.Load() {
+					if repaired.Load() {
 						return nil, nil, false
 					}
 					fake.KeepControl()
@@ -215,7 +215,7 @@ func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 				stop := starts(t, r)
 				testwait.True(t, "it is refused again and again", func() bool { return refusals.Load() >= 4 })
 				require.Zero(t, dead(t, pool))
-				mended.Store(true)
+				repaired.Store(true)
 				testwait.True(t, "all is published", func() bool {
 					return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) >= 2
 				})

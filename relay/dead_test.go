@@ -109,7 +109,7 @@ func TestPausedTopicWaits(t *testing.T) {
 	}
 	testwait.True(t, `len(values(t, other)) == 5 && dead(t, pool) == 5`, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 })
 	require.Equal(t, []string{"0"}, values(t, topic))
-	changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
+	changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "repaired"}, topic, "never-paused")
 	require.NoError(t, err)
 	require.Equal(t, []string{topic}, changed)
 	insert(t, pool, topic, "k0", "6")

@@ -30,9 +30,9 @@ func TestProgressOfAnAbortedTransactionDoesNotCount(t *testing.T) {
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 	// The transaction stays open, with the rows and their progress in it, as behind a relay that
 	// was killed.
-	var mended atomic.Bool
+	var repaired atomic.Bool
 	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		if mended.Load() {
+		if repaired.Load() {
 			return nil, nil, false
 		}
 		fake.KeepControl()
@@ -45,7 +45,7 @@ func TestProgressOfAnAbortedTransactionDoesNotCount(t *testing.T) {
 	insert(t, pool, "orders", "k", "1")
 	_, err = r.Drain(t.Context())
 	require.ErrorIs(t, err, kerr.ProducerFenced)
-	mended.Store(true)
+	repaired.Store(true)
 	require.EqualValues(t, 1, drain(t, r))
 	require.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders"), 1)
 }

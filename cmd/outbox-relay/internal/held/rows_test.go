@@ -302,9 +302,9 @@ func TestDeadDocumentedSQLDoesWhatItSays(t *testing.T) {
 	dead.insert(t, conn, "a bad_headers held", "a behind behind", "b refused retry")
 	exec(t, conn, "UPDATE effectonce.outbox_dead SET seq = seq + 4710")
 	exec(t, conn, steps[0])
-	var mended int
-	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_dead WHERE headers ? 'trace'").Scan(&mended))
-	assert.Equal(t, 1, mended)
+	var repaired int
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_dead WHERE headers ? 'trace'").Scan(&repaired))
+	assert.Equal(t, 1, repaired)
 	exec(t, conn, steps[1])
 	assert.Equal(t, []string{"4711 bad_headers retry", "4712 behind behind", "4713 refused retry"}, dead.left(t, conn))
 	exec(t, conn, steps[2])

@@ -4,12 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -21,7 +19,6 @@ type attempt struct {
 	tx         *tx
 	committing chan struct{} // closed when only the last round trip with COMMIT remains
 	done       chan struct{}
-	places     atomic.Pointer[[]int] // indexes in the batch of the messages that the handler got
 	outcome    outcome
 	failure    *failure
 	broken     bool // the engine panicked: the state of the connection is unknown
@@ -30,11 +27,11 @@ type attempt struct {
 // giveBack ends the attempt's use of its connection. A connection that a goroutine of the handler
 // still uses is cut and abandoned: it is not safe for concurrent use.
 func (a *attempt) giveBack() {
-	if !a.broken && !a.tx.busy.Load() {
+	if !a.broken && !a.tx.busy.Load() && !a.tx.lasting {
 		a.conn.release()
 		return
 	}
-	a.conn.cut()
+	a.conn.cut() // also if a handler left settings behind that outlast the transaction
 	a.conn.abandon()
 }
 
@@ -44,6 +41,7 @@ type borrowed struct {
 	pooled *pgxpool.Conn
 	conn   *pgx.Conn
 	owned  atomic.Bool
+	slots  chan struct{}
 }
 
 // release ends the attempt's use of the connection. An abandoned connection is closed, because the
@@ -51,6 +49,7 @@ type borrowed struct {
 func (b *borrowed) release() {
 	if b.owned.CompareAndSwap(false, true) {
 		b.pooled.Release()
+		<-b.slots
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), cutGrace) //nolint:forbidigo // the attempt that borrowed it is over
@@ -65,6 +64,7 @@ func (b *borrowed) abandon() bool {
 		return false
 	}
 	b.pooled.Hijack()
+	<-b.slots
 	return true
 }
 
@@ -91,24 +91,35 @@ func (e *engine) answerMax() time.Duration { return e.cfg.StatementTimeout + ans
 var (
 	// errGoexit reports a handler that ended its goroutine, as t.FailNow does.
 	errGoexit         = errors.New("handler ended its goroutine (runtime.Goexit)")
-	errHookGoexit     = errors.New("it ended its goroutine (runtime.Goexit)")
 	errHandlerTimeout = errors.New("handler took longer than HandlerTimeout")
-	errSilent         = errors.New("a statement of the handler got no answer, and the server is not executing it: the connection is silent")
 	errContextIgnored = errors.New("handler ignored the end of its context: its connection was cut and its goroutine abandoned; pass ctx to everything that waits")
 	errNoCommitAnswer = errors.New("the database did not answer COMMIT in time: the outcome is unknown, the next attempt resolves it")
 	errManyAbandoned  = errors.New("too many handlers ignored the end of their context and still run: fix the handler, or restart the process")
 )
 
-// acquire takes a connection from the pool, within acquireMax.
+// errPool: the connections of the pool are in use, which is no trouble of the database.
+var errPool = errors.New("no connection of the pool is free")
+
+// acquire takes a connection from the pool, within acquireMax. Transactions use all connections but
+// one, which is left to handlers that ask the same pool, and to the consumer's other statements.
 func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
 	limited, cancel := context.WithTimeout(ctx, acquireMax)
 	defer cancel()
+	select {
+	case e.slots <- struct{}{}:
+	case <-limited.Done():
+		return nil, fmt.Errorf("%w: this consumer's transactions use %d", errPool, cap(e.slots))
+	}
 	conn, err := e.pool.Acquire(limited)
 	if err != nil {
+		<-e.slots
 		stat := e.pool.Stat()
+		if stat.AcquiredConns() == stat.MaxConns() {
+			err = errors.Join(errPool, err)
+		}
 		return nil, fmt.Errorf("get a database connection (%d of %d are in use): %w", stat.AcquiredConns(), stat.MaxConns(), err)
 	}
-	return &borrowed{pooled: conn, conn: conn.Conn()}, nil
+	return &borrowed{pooled: conn, conn: conn.Conn(), slots: e.slots}, nil
 }
 
 // apply does work in one transaction. After a failure nothing is committed, unless the connection
@@ -119,19 +130,21 @@ func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
 // and for a handler that does not return. These are abandoned with their connection.
 func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 	if int(e.abandoned.Load()) >= e.cfg.AbandonedMax {
-		return outcome{}, &failure{origin: originEngine, index: unknownIndex, err: errManyAbandoned}
+		return outcome{}, engineFailure(errManyAbandoned)
 	}
 	conn, err := e.acquire(ctx)
 	if err != nil {
-		return outcome{}, &failure{origin: originEngine, index: unknownIndex, err: err}
+		return outcome{}, engineFailure(err)
 	}
 	limited, cancel := context.WithCancelCause(ctx)
 	a := &attempt{
-		conn:       conn,
-		tx:         &tx{conn: conn.conn, late: e.usedLate, begun: time.Now(), idleMax: e.cfg.IdleTimeout},
+		conn: conn,
+		tx: &tx{
+			conn: conn.conn, late: e.usedLate, begun: time.Now(), idleMax: e.cfg.IdleTimeout, skipTombstones: e.cfg.OnTombstone == OnTombstoneSkip,
+		},
 		committing: make(chan struct{}), done: make(chan struct{}),
 	}
-	a.failure = &failure{origin: originHandler, index: unknownIndex, err: errGoexit} // unless transact returns
+	a.failure = &failure{origin: originHandler, err: errGoexit} // unless transact returns
 	go func() {
 		defer close(a.done)
 		defer a.giveBack() //nolint:contextcheck // it may outlive ctx
@@ -157,7 +170,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 func (a *attempt) ended(err error) *failure {
 	select {
 	case <-a.committing:
-		return &failure{origin: originCommit, index: unknownIndex, lost: true, err: err}
+		return &failure{origin: originCommit, lost: true, err: err}
 	default:
 		return a.blameCurrent(err)
 	}
@@ -165,15 +178,7 @@ func (a *attempt) ended(err error) *failure {
 
 // blameCurrent attributes an error to the message that is being handled.
 func (a *attempt) blameCurrent(err error) *failure {
-	f := &failure{origin: originHandler, index: unknownIndex, err: err}
-	places, at := a.places.Load(), int(a.tx.index.Load())
-	if at < 0 || places == nil {
-		return f
-	}
-	if at += int(a.tx.base.Load()); at < len(*places) {
-		f.index = (*places)[at]
-	}
-	return f
+	return &failure{origin: originHandler, msg: a.tx.current.Load(), err: err}
 }
 
 // watch waits for an attempt to end.
@@ -193,11 +198,7 @@ func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *a
 				limit.Reset(left)
 				continue
 			}
-			why := errHandlerTimeout
-			if e.silent(ctx, a.tx) {
-				why = errSilent
-			}
-			cancel(why)
+			cancel(errHandlerTimeout)
 			return e.end(ctx, a)
 		}
 	}
@@ -222,26 +223,21 @@ func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure
 		case <-answer.C:
 			a.tx.over.Store(true)
 			a.conn.abandon()
-			return outcome{}, &failure{origin: originCommit, index: unknownIndex, lost: true, err: errNoCommitAnswer}
+			return outcome{}, &failure{origin: originCommit, lost: true, err: errNoCommitAnswer}
 		}
 	}
 }
 
 // leaveBehind abandons a handler that does not return. The pool replaces its connection.
 func (e *engine) leaveBehind(a *attempt) {
-	a.tx.over.Store(true)
+	a.tx.leave()
 	if a.conn.abandon() { // otherwise it has ended
-		e.countAbandoned(a.done)
+		e.abandoned.Add(1)
+		go func() {
+			<-a.done
+			e.abandoned.Add(-1)
+		}()
 	}
-}
-
-// countAbandoned counts abandoned user code until it returns.
-func (e *engine) countAbandoned(done <-chan struct{}) {
-	e.abandoned.Add(1)
-	go func() {
-		<-done
-		e.abandoned.Add(-1)
-	}()
 }
 
 // left returns the remaining part of limit for the message being handled.
@@ -273,44 +269,6 @@ func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
 	}
 	e.leaveBehind(a)
 	return outcome{}, a.blameCurrent(errContextIgnored)
-}
-
-// silent reports whether a handler waits for the answer to a statement that the server is not
-// executing: the request or its answer was lost, which is not the message's failure. It asks on a
-// new connection: those of the pool may be used up, or silent, too.
-func (e *engine) silent(ctx context.Context, t *tx) bool {
-	used := t.used.Load()
-	if !t.busy.Load() {
-		return false
-	}
-	ctx, cancel := context.WithTimeout(ctx, answerGrace)
-	defer cancel()
-	state, err := e.sessionState(ctx, t.backend.Load())
-	if !t.busy.Load() || t.used.Load() != used {
-		return false // the answer has arrived
-	}
-	var answered *pgconn.PgError
-	if errors.As(err, &answered) {
-		return false // the database answers, but not with the state
-	}
-	return err != nil || strings.HasPrefix(state, "idle")
-}
-
-// sessionState reads the state of a session from the server; pgx.ErrNoRows: it has ended.
-func (e *engine) sessionState(ctx context.Context, backend int32) (state string, err error) {
-	cfg := e.pool.Config()
-	if cfg.BeforeConnect != nil {
-		if err := cfg.BeforeConnect(ctx, cfg.ConnConfig); err != nil {
-			return "", err
-		}
-	}
-	conn, err := pgx.ConnectConfig(ctx, cfg.ConnConfig)
-	if err != nil {
-		return "", err
-	}
-	defer func() { _ = conn.Close(ctx) }()
-	err = conn.QueryRow(ctx, sessionSQL, backend).Scan(&state)
-	return state, err
 }
 
 // usedLate logs a handler that kept its transaction.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -29,7 +30,14 @@ type engine struct {
 	timeout [3]string // settings, in milliseconds
 	// unclaimed handles every message without a claim: see internal/nodedup.
 	unclaimed bool
-	abandoned atomic.Int32 // abandoned attempts, and calls of functions of Config, that still run
+	abandoned atomic.Int32 // abandoned attempts, and hooks, that still run
+	// slots bounds the connections that transactions use: handlers that ask the same pool for one
+	// must not wait for each other.
+	slots     chan struct{}
+	hooked    atomic.Bool // a hook was called that has not returned
+	warnPlain sync.Once
+	// alone: a handler changed its session, so each message gets a transaction of its own.
+	alone atomic.Bool
 }
 
 func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error) {
@@ -44,6 +52,7 @@ func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error)
 	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
 	return &engine{
 		pool: pool, cfg: cfg, claims: claims, outbox: letters, handler: handler, sql: newQueries(cfg.Schema),
+		slots:   make(chan struct{}, max(1, int(pool.Config().MaxConns)-1)),
 		timeout: [3]string{milliseconds(cfg.StatementTimeout), milliseconds(cfg.LockTimeout), milliseconds(cfg.IdleTimeout)},
 	}, nil
 }
@@ -115,28 +124,35 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	for _, msg := range w.msgs {
 		msg.published = 0
 	}
+	if f := e.askIDs(ctx, t, w.msgs); f != nil {
+		return outcome{}, f
+	}
 	begun := time.Now()
 	claimed, err := e.begin(ctx, t, w)
 	if err == nil {
 		err = e.compare(ctx, t, w, &claimed)
 	}
 	if err != nil {
-		return outcome{}, &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
+		return outcome{}, &failure{origin: originEngine, lost: t.conn.IsClosed(), err: err}
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerClaimed)
 	s, out := e.choose(w, claimed), outcome{claim: time.Since(begun)}
 	if len(s.handle) > 0 {
-		a.places.Store(&s.index)
 		err := e.handler.handle(ctx, t, s.handle)
 		t.since.Store(0)
+		if t.session && len(s.handle) > 1 {
+			// What one handler set would reach the messages behind it.
+			e.alone.Store(true)
+			return outcome{}, &failure{origin: originHandler, err: errSession}
+		}
 		if err != nil {
-			return outcome{}, handlerFailure(ctx, t, s, err)
+			return outcome{}, handlerFailure(ctx, t, err)
 		}
 	}
 	out.handle = time.Since(begun) - out.claim
 	crashpoint.At(ctx, crashpoint.ConsumerHandled)
 	if err := ctx.Err(); err != nil {
-		return outcome{}, &failure{origin: originHandler, index: unknownIndex, err: context.Cause(ctx)}
+		return outcome{}, &failure{origin: originHandler, err: context.Cause(ctx)}
 	}
 	w.held.add(s.keys) // before COMMIT: if it fails, the next message of the key corrects it
 	if f := e.commit(ctx, a, w, s); f != nil {
@@ -144,7 +160,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	}
 	out.unheld = unheld(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
-	out.fresh, out.conflicts, out.parked = len(s.handle), claimed.dropped, s.report(e.cfg.OnFailure)
+	out.fresh, out.conflicts, out.parked = len(s.handle), claimed.dropped, s.report()
 	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)
 	return out, nil
 }
@@ -168,6 +184,8 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 	return results.Close()
 }
 
+var errSession = errors.New("a handler changed the session (role, setting, temporary table): its messages are handled in transactions of their own")
+
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was taken over")
 
 // beginAsking begins a transaction and claims message by message, which finds the duplicates.
@@ -178,8 +196,7 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	batch.Queue(e.beginSQL())
 	batch.Queue(e.sql.guard)
 	var server time.Time
-	var backend int32
-	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &backend) })
+	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
 	decide := e.queueClaim(batch, w, &c)
 	if e.expires() && !w.released() {
 		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
@@ -189,7 +206,6 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	if err := send(ctx, t.conn, batch, &done); err != nil {
 		return c, dedup.WrapClaimError(err)
 	}
-	t.backend.Store(backend)
 	if !server.Equal(w.pos.server) {
 		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
@@ -287,27 +303,21 @@ func all(n int) []bool {
 func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) *failure {
 	t, batch := a.tx, &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
-	t.turn(unknownIndex, nil) // the outbox calls user code, which is under the limit of the handler
+	t.turn(nil) // the outbox calls user code, which is under the limit of the handler
+	if t.session {
+		batch.Queue("RESET ROLE") // the role that the handler left behind may not write what follows
+	}
 	for i, c := range t.collected {
 		if err := c.outbox.Queue(detached, batch, c.msgs...); err != nil {
-			return &failure{origin: originStatement, index: s.place(c.index), err: err}
+			return &failure{origin: originStatement, msg: c.msg, err: err}
 		}
 		t.collected[i].upTo = batch.Len()
 	}
 	published := batch.Len()
-	e.queueFailures(detached, batch, w, s)
+	letters := e.queueFailures(detached, batch, w, s)
 	batch.Queue(closeGuardSQL)
 	var stored int64
-	last := w.msgs[len(w.msgs)-1]
-	switch {
-	case w.released():
-		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, nil)
-	case w.apart:
-		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored)
-	default:
-		batch.Queue(e.sql.advance, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored, last.next(), last.Time).
-			QueryRow(func(row pgx.Row) error { return row.Scan(&stored) })
-	}
+	e.queuePosition(batch, w, &stored)
 	var tag string
 	batch.Queue("COMMIT").Query(func(rows pgx.Rows) error {
 		rows.Close()
@@ -323,8 +333,9 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 		err = pgx.ErrTxCommitRollback
 	}
 	if err != nil {
-		err = fmt.Errorf("commit up to offset %d: %w", last.Offset, err)
-		return e.commitFailure(t, s, err, done, published, batch.Len())
+		f := &failure{origin: originEngine, lost: t.conn.IsClosed(), err: fmt.Errorf("commit up to offset %d: %w", w.msgs[len(w.msgs)-1].Offset, err)}
+		e.findOrigin(ctx, t, w, s, f, round{done, published, letters, batch.Len()})
+		return f
 	}
 	t.over.Store(true)
 	if !w.released() && !w.apart {
@@ -334,54 +345,75 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 	return nil
 }
 
-// commitFailure finds the origin of a failure of the last round trip: done statements succeeded;
-// the first published of all come from handlers.
-func (e *engine) commitFailure(t *tx, s *selection, err error, done, published, all int) *failure {
-	f := &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
+// queuePosition adds the statement that advances the position, or checks that it is still ours.
+func (e *engine) queuePosition(batch *pgx.Batch, w *work, stored *int64) {
+	args := []any{e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch}
+	switch last := w.msgs[len(w.msgs)-1]; {
+	case w.released():
+		batch.Queue(e.sql.check, append(args, nil)...)
+	case w.apart:
+		batch.Queue(e.sql.check, append(args, w.pos.stored)...)
+	default:
+		batch.Queue(e.sql.advance, append(args, w.pos.stored, last.next(), last.Time)...).
+			QueryRow(func(row pgx.Row) error { return row.Scan(stored) })
+	}
+}
+
+// round describes the last round trip of a transaction.
+type round struct {
+	done      int // statements that succeeded
+	published int // the first ones: what handlers published
+	letters   []letter
+	all       int
+}
+
+// findOrigin finds the origin of a failure of the last round trip. It is shared by handlers and
+// engine: what a handler left behind (its role, its silence, what it published) can make the engine's
+// statements fail. If these succeed without the handler, the handler is at fault.
+func (e *engine) findOrigin(ctx context.Context, t *tx, w *work, s *selection, f *failure, r round) {
 	code := f.state()
 	switch {
-	case endedByHandler(err):
-		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, err))
-	case code == "", done >= all-1:
+	case endedByHandler(f.err):
+		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, f.err))
+	case code == "" && len(s.handle) > 0 && t.idled() && e.cfg.Dedup == DedupByID:
+		f.origin, f.lost, f.err = originHandler, false, errors.Join(errIdle, f.err)
+	case code == "", r.done >= r.all-1:
 		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have succeeded
-	case done < published && (slices.Contains([]string{"22", "23", "54", "P0"}, code[:2]) || code == pgerr.InsufficientPrivilege):
+	case e.verdict(f) == verdictFenced, e.verdict(f) == verdictRepeat:
+	case r.done < r.published && (slices.Contains([]string{"22", "23", "54", "P0"}, code[:2]) || code == pgerr.InsufficientPrivilege):
 		// What a handler published: a value, or a topic that a policy or a trigger refuses.
-		f.origin, f.index = originStatement, s.place(t.publisher(done))
+		f.origin, f.msg = originStatement, t.publisher(r.done)
+	case r.letter(f) != nil:
+		f.letter = r.letter(f)
+	case len(s.handle) == 0:
+	default:
+		if pgerr.Is(f.err, pgerr.IdleTransactionTimeout, pgerr.TransactionTimeout) {
+			f.origin, f.lost, f.err = originHandler, false, errors.Join(errIdle, f.err)
+			return
+		}
+		t.end(ctx)
+		f.closes = e.closesWithout(ctx, w, s)
 	}
-	return f
 }
 
-// place returns the index in the batch of a handled message; unknownIndex stays unchanged.
-func (s *selection) place(index int) int {
-	if index < 0 || index >= len(s.index) {
-		return unknownIndex
-	}
-	return s.index[index]
-}
+// errClosing is joined to a failure of the engine's last statements that the handler caused.
+var errClosing = errors.New("the statements that end the transaction failed behind the handler, and succeed without it: look for what it leaves behind (a setting, a long silence, what it publishes)")
 
-// queueFailures adds the statements for messages that were not handled, or not at the first
-// attempt.
-func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) {
-	if len(s.parked) > 0 {
-		if e.cfg.OnFailure == OnFailureDeadLetter {
-			s = e.queueDeadLetters(ctx, batch, s)
-		}
-		if len(s.parked) > 0 {
-			e.queuePark(batch, w.consumer, s)
-		}
+// closesWithout reports whether the engine's last statements succeed in a transaction without the
+// handler. It rolls back.
+func (e *engine) closesWithout(ctx context.Context, w *work, s *selection) bool {
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	tx, err := e.pool.Begin(ctx)
+	if err != nil {
+		return false
 	}
-	var tried [][16]byte
-	for _, msg := range w.msgs {
-		if msg.attempts > 0 {
-			tried = append(tried, msg.ID)
-		}
-	}
-	if len(tried) > 0 {
-		batch.Queue(e.sql.forgetAttempts, w.consumer.ID(), tried)
-	}
-	if w.released() {
-		batch.Queue(e.sql.unpark, w.rows(s.handle)) // a trigger promotes the next message of each key: see parked_promote
-	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
+	batch, stored := &pgx.Batch{}, int64(0)
+	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2])
+	e.queueFailures(ctx, batch, w, s)
+	e.queuePosition(batch, w, &stored)
+	return tx.SendBatch(ctx, batch).Close() == nil
 }
 
 // end rolls back an uncommitted transaction. If ROLLBACK cannot be sent in time, it closes the

@@ -56,18 +56,16 @@ func (q *changes) drain() []StateChange {
 	return list
 }
 
-// passOn calls the hook for each change until done is closed, and then for the remaining ones. A
-// hook that does not return is not called again in this run: each further call would be abandoned,
-// too.
+// passOn calls the hook for each change until done is closed, and then for the remaining ones.
 func (q *changes) passOn(e *engine, done <-chan struct{}) {
-	for ended, returns := false, true; !ended; {
+	for ended := false; !ended; {
 		select {
 		case <-q.arrived:
 		case <-done:
 			ended = true
 		}
 		for _, change := range q.drain() {
-			returns = returns && e.hook(func() { e.cfg.Hooks.State(change) })
+			e.hook(nil, func() { e.cfg.Hooks.State(change) })
 		}
 	}
 }

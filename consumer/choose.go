@@ -26,12 +26,12 @@ type claimed struct {
 // neither part.
 type selection struct {
 	handle []*Message
-	index  []int // index of each in the batch
 	parked []*Message
 	why    []*parking           // of each parked
 	behind []bool               // of each parked: it waits for an earlier one of its key
 	keys   map[keyHash]struct{} // keys that are held from now on
-	kept   map[*Message]bool    // parked messages that cannot be dead letters
+	// letters are the messages that became dead letters.
+	letters map[*Message]bool
 }
 
 // compare finds messages that have the ID of another message. They are claimed under their
@@ -46,10 +46,10 @@ func (e *engine) compare(ctx context.Context, t *tx, w *work, c *claimed) error 
 		return err
 	}
 	var own []*Message
-	var index []int
+	var places []int
 	for i, conflict := range c.result.Conflicts() {
 		if conflict {
-			own, index = append(own, w.msgs[i].underCoordinates()), append(index, i)
+			own, places = append(own, w.msgs[i].underCoordinates()), append(places, i)
 		}
 	}
 	if len(own) == 0 {
@@ -67,7 +67,7 @@ func (e *engine) compare(ctx context.Context, t *tx, w *work, c *claimed) error 
 	c.conflicts = map[int]*Message{}
 	for i, fresh := range result.Fresh() {
 		if fresh {
-			c.conflicts[index[i]] = own[i]
+			c.conflicts[places[i]] = own[i]
 		}
 	}
 	return nil
@@ -75,31 +75,30 @@ func (e *engine) compare(ctx context.Context, t *tx, w *work, c *claimed) error 
 
 // choose decides for each message whether it is handled, parked or dropped as a duplicate.
 func (e *engine) choose(w *work, c claimed) *selection {
-	s := &selection{handle: make([]*Message, 0, len(w.msgs)), index: make([]int, 0, len(w.msgs))}
+	s := &selection{handle: make([]*Message, 0, len(w.msgs))}
 	for i, msg := range w.msgs {
 		why := msg.park
 		switch {
 		case c.conflicts[i] != nil:
-			if why == nil && e.expires() {
-				why = w.expired(msg, c.forgotten)
+			if why == nil || why.retry {
+				why = cmp.Or(e.expired(w, msg, c.forgotten), &parking{reason: reasonConflict, err: fmt.Errorf("%w (ID %s)", errConflict, msg.ID)})
 			}
-			why = cmp.Or(why, &parking{reason: reasonConflict, err: fmt.Errorf("%w (ID %s)", errConflict, msg.ID)})
 			msg = c.conflicts[i]
 		case !c.fresh[i]:
 			continue
-		case why == nil && msg.row == 0 && e.expires():
-			why = w.expired(msg, c.forgotten)
+		case msg.row == 0 && (why == nil || why.retry):
+			why = cmp.Or(e.expired(w, msg, c.forgotten), why)
 		}
 		behind := msg.row == 0 && (holds(c.held, msg.Key) || holds(s.keys, msg.Key))
-		if why == nil && behind {
+		if behind && (why == nil || why.retry) {
 			why = &parking{reason: reasonBehind}
 		}
 		if why == nil {
-			s.handle, s.index = append(s.handle, msg), append(s.index, i)
+			s.handle = append(s.handle, msg)
 			continue
 		}
 		s.parked, s.why, s.behind = append(s.parked, msg), append(s.why, why), append(s.behind, behind)
-		if e.holdsKeys() && msg.Key != nil {
+		if e.holdsKeys() && msg.Key != nil && !e.becomesLetter(why) {
 			if s.keys == nil {
 				s.keys = map[keyHash]struct{}{}
 			}
@@ -109,15 +108,20 @@ func (e *engine) choose(w *work, c claimed) *selection {
 	return s
 }
 
+// becomesLetter reports whether a message is published as a dead letter and not parked.
+func (e *engine) becomesLetter(why *parking) bool {
+	return e.cfg.OnFailure == OnFailureDeadLetter && !why.retry && !why.kept && why.reason != reasonBehind && why.reason != reasonTooLarge
+}
+
 // report lists the parked messages, for hooks and the log.
-func (s *selection) report(policy OnFailure) []Parked {
+func (s *selection) report() []Parked {
 	if len(s.parked) == 0 {
 		return nil
 	}
 	list := make([]Parked, len(s.parked))
 	for i, msg := range s.parked {
 		why := s.why[i]
-		list[i] = Parked{Message: msg, Reason: why.reason, Err: why.err, Attempts: why.attempts, DeadLetter: policy == OnFailureDeadLetter && !s.kept[msg]}
+		list[i] = Parked{Message: msg, Reason: why.reason, Err: why.err, Attempts: why.attempts, Retry: why.retry, RetryIn: why.wait, DeadLetter: s.letters[msg]}
 	}
 	return list
 }
@@ -131,9 +135,7 @@ func holds(keys map[keyHash]struct{}, key []byte) bool {
 }
 
 // holdsKeys reports whether later messages wait for a parked message of their key.
-func (e *engine) holdsKeys() bool {
-	return e.cfg.Order != OrderUnordered && e.cfg.OnFailure != OnFailureDeadLetter
-}
+func (e *engine) holdsKeys() bool { return e.cfg.Order != OrderUnordered }
 
 // expires reports whether claims are forgotten eventually, and with them the proof that a message
 // is fresh.
@@ -147,7 +149,10 @@ func (e *engine) expires() bool {
 // that the earlier claim was forgotten, whatever times the message carries. Outside of the range
 // the time forgotten decides: claims of messages before it may have been forgotten. The older of
 // the ID's time and the record's time counts.
-func (w *work) expired(msg *Message, forgotten time.Time) *parking {
+func (e *engine) expired(w *work, msg *Message, forgotten time.Time) *parking {
+	if !e.expires() {
+		return nil
+	}
 	if p := w.pos; p.handled(msg.Offset) {
 		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was already handled (as were offsets %d to %d), and the message's claim was forgotten since then: it is not run again",
 			msg.Offset, p.handledFrom, *p.handledBefore()-1)}
@@ -158,11 +163,15 @@ func (w *work) expired(msg *Message, forgotten time.Time) *parking {
 	if at, ok := dedup.Time(msg.ID); ok && at.Before(forgotten) {
 		return &parking{reason: reasonExpired, err: expiredError{"ID", at, forgotten}}
 	}
-	if msg.Time.UnixMilli() > 0 && msg.Time.Before(forgotten) {
+	if msg.Time.Year() >= timeBegins && msg.Time.Before(forgotten) {
 		return &parking{reason: reasonExpired, err: expiredError{"record", msg.Time, forgotten}}
 	}
 	return nil
 }
+
+// timeBegins is the first year in which a record's time counts: an earlier one is no time (zero, or
+// seconds where milliseconds are expected), and proves nothing.
+const timeBegins = 2010
 
 // expiredError reports that a message is older than claims that were forgotten.
 type expiredError struct {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"regexp"
 	"slices"
 	"time"
@@ -28,6 +29,10 @@ type Config struct {
 	// gets another name resumes at its position. The new name has handled nothing before that
 	// position, so a rewind handles it again.
 	Name string
+	// Aliases are the names under which topics count in Name and in the scope of IDs, by the topic's
+	// name: {"us-east.orders": "orders"} makes a mirrored topic the same as its source, so that a
+	// failover to it repeats nothing that was claimed. Default: none.
+	Aliases map[string]string
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
 	// Dedup is what stops a message that is redelivered. Default DedupByID.
@@ -54,7 +59,7 @@ type Config struct {
 	IDProfiles []IDProfile
 	// IDFunc returns the ID of a message that has none in its headers, for example from its body.
 	// It must always return the same ID for the same message, and within HandlerTimeout: a message
-	// on which it panics or hangs is parked. If IDFunc is nil or returns nothing, topic, partition
+	// on which it panics or hangs is parked. It is called in each attempt. If IDFunc is nil or returns nothing, topic, partition
 	// and offset identify the message. That stops redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
 	// Start is where the partitions of a topic begin when the group meets the topic for the first
@@ -67,6 +72,10 @@ type Config struct {
 	MissingTopic MissingTopic
 	// BatchMax is how many messages share a transaction at most. 1 to 10,000; default 500.
 	BatchMax int
+	// BatchTimeMax is how long a transaction should take: the number of its messages adapts, from 16
+	// up to BatchMax. So much work is repeated after a stop that cannot wait. 10 ms to 10 min;
+	// default 2 s.
+	BatchTimeMax time.Duration
 	// Isolation of the transactions. Default pgx.ReadCommitted. The stricter levels report
 	// concurrent claims as serialization failures, which are retried.
 	Isolation pgx.TxIsoLevel
@@ -89,12 +98,16 @@ type Config struct {
 	// OnConflict is what happens to a message whose ID another message has: the fingerprints of key
 	// and value differ. Default OnConflictPark.
 	OnConflict OnConflict
+	// OnTombstone is what happens to a message without a value (Kafka's null) that a Decoder rejects.
+	// Default OnTombstonePark.
+	OnTombstone OnTombstone
 	// DeadLetterTopic is where OnFailure OnFailureDeadLetter sends messages, through the outbox.
 	DeadLetterTopic string
-	// AttemptsMax is the maximum number of attempts for a message whose failure may be temporary.
-	// Attempts are counted in the database when they begin, so a message that kills the process is
-	// parked, too. A failure of the database is not an attempt, and neither are the first ten
-	// deadlocks or serialization failures in a row. 1 to 1,000; default 10.
+	// AttemptsMax is the maximum number of attempts for a message whose failure may be temporary. It
+	// is tried again in place for up to a second, and then from parked_messages, after pauses: only
+	// messages of its key wait for it. There an attempt is counted before it begins, so a message
+	// that kills the process is found, too. A failure of the database is not an attempt, and neither
+	// are the first ten deadlocks or serialization failures in a row. 1 to 1,000; default 10.
 	AttemptsMax int
 	// PermanentStates are SQLSTATE codes, or classes of two characters, that a retry cannot fix, in
 	// addition to errors marked by Permanent: "23" means all constraint violations. Default: none.
@@ -170,13 +183,16 @@ type OnFailure uint8
 
 // The policies.
 const (
-	// OnFailurePark stores the message in parked_messages. Later messages of its key are parked
-	// behind it until an operator retries or discards it. All other messages continue.
+	// OnFailurePark stores the message in parked_messages after its last attempt. Later messages of
+	// its key are parked behind it until an operator retries or discards it. All other messages
+	// continue.
 	OnFailurePark OnFailure = iota
-	// OnFailureBlock retries until the message succeeds; the partition waits.
+	// OnFailureBlock retries in place until the message succeeds. The partition waits; with
+	// OrderByKey and OrderUnordered only its key, or the message alone.
 	OnFailureBlock
-	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key
-	// does not wait, so order per key is lost. A message that Kafka would not accept is parked.
+	// OnFailureDeadLetter publishes the message to DeadLetterTopic after its last attempt, through
+	// the outbox. Then its key continues, so order per key is lost. A message that Kafka would not
+	// accept is parked.
 	OnFailureDeadLetter
 )
 
@@ -192,6 +208,18 @@ const (
 	// OnConflictDrop drops the message, counts it (Processed.Conflicts) and logs it. Use it only
 	// where a producer is known to use IDs twice for what must have one effect.
 	OnConflictDrop
+)
+
+// OnTombstone is what happens to a message without a value that its decoder rejects. A tombstone is
+// legal in a compacted topic, so it never counts for ParkShareMax.
+type OnTombstone uint8
+
+// The policies.
+const (
+	// OnTombstonePark treats it as undecodable.
+	OnTombstonePark OnTombstone = iota
+	// OnTombstoneSkip treats it as handled, without any effect.
+	OnTombstoneSkip
 )
 
 // past describes, for the log, what happened to a message.
@@ -254,6 +282,9 @@ var (
 	sqlState  = regexp.MustCompile(`^[0-9A-Z]{2}([0-9A-Z]{3})?$`)
 )
 
+// alias is the name under which a topic counts.
+func (c *Config) alias(topic string) string { return cmp.Or(c.Aliases[topic], topic) }
+
 // withDefaults fills in zero fields and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
 	var problems []error
@@ -270,6 +301,11 @@ func (c Config) withDefaults() (Config, error) {
 	for _, topic := range c.Topics {
 		if !topicName.MatchString(topic) {
 			report("Topics: %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", topic)
+		}
+	}
+	for _, topic := range slices.Sorted(maps.Keys(c.Aliases)) {
+		if alias := c.Aliases[topic]; !slices.Contains(c.Topics, topic) || !topicName.MatchString(alias) {
+			report("Aliases: %.260q: %.260q: want one of Topics and the name of a topic", topic, alias)
 		}
 	}
 	if len(c.Name) > 600 {
@@ -311,6 +347,9 @@ func (c Config) withDefaults() (Config, error) {
 func (c *Config) dedup() (problems []error) {
 	if c.Dedup > DedupByPosition {
 		problems = append(problems, fmt.Errorf("Dedup %d: want DedupByID or DedupByPosition", c.Dedup))
+	}
+	if c.OnTombstone > OnTombstoneSkip {
+		problems = append(problems, fmt.Errorf("OnTombstone %d: want OnTombstonePark or OnTombstoneSkip", c.OnTombstone))
 	}
 	if c.OnConflict > OnConflictDrop {
 		problems = append(problems, fmt.Errorf("OnConflict %d: want OnConflictPark or OnConflictDrop", c.OnConflict))
@@ -379,6 +418,7 @@ func (c *Config) durations() (problems []error) {
 		bounds.Duration{Field: "LockTimeout", Value: &c.LockTimeout, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: 100 * time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "HandlerTimeout", Value: &c.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "BatchTimeMax", Value: &c.BatchTimeMax, Default: 2 * time.Second, Min: 10 * time.Millisecond, Max: 10 * time.Minute},
 		bounds.Duration{Field: "RetryMin", Value: &c.RetryMin, Default: 100 * time.Millisecond, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryMax", Value: &c.RetryMax, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "DrainMax", Value: &c.DrainMax, Default: 20 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},

@@ -33,7 +33,6 @@ type Consumer struct {
 
 	phase         atomic.Pointer[phaseNow]
 	changes       *changes
-	warnWithoutID sync.Once
 	ids           map[string]dedup.Consumer // by topic; written before a session starts
 	names         map[string]string         // the consumer's name, by topic; as ids
 	rules         map[string]dedup.IDRule   // how messages get their IDs, by topic; as ids
@@ -59,7 +58,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	}
 	if router, ok := handler.(*Router); ok {
 		for _, topic := range cfg.Topics {
-			if _, routed := router.topics[topic]; !routed {
+			if !router.routes(topic) && !router.routes(cfg.alias(topic)) {
 				err = errors.Join(err, fmt.Errorf("Topics: %q has no routes: all its messages would be parked; see Router.Topics", topic))
 			}
 		}
@@ -196,7 +195,10 @@ func (c *Consumer) prepare(ctx context.Context) error {
 	ids, named := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics)), make(map[string]string, len(c.engine.cfg.Topics))
 	rules := make(map[string]dedup.IDRule, len(c.engine.cfg.Topics))
 	for _, topic := range c.engine.cfg.Topics {
-		name, topics := c.engine.cfg.Group+"/"+topic, []string{topic}
+		alias := c.engine.cfg.alias(topic)
+		name, topics := c.engine.cfg.Group+"/"+alias, slices.DeleteFunc(slices.Clone(c.engine.cfg.Topics), func(other string) bool {
+			return c.engine.cfg.alias(other) != alias
+		})
 		if c.engine.cfg.Name != "" {
 			name, topics = c.engine.cfg.Name, c.engine.cfg.Topics
 		}

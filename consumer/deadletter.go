@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -31,26 +33,60 @@ const (
 	letterPrefix   = "kafka_dlt-"
 )
 
-// queueDeadLetters publishes the messages that are not handled, in the same transaction. It returns
-// those that must be parked anyway: the outbox refuses them, because Kafka would.
-func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *selection) *selection {
-	left := &selection{}
-	for i, msg := range s.parked {
-		err := s.why[i].err
-		if s.why[i].reason != reasonTooLarge {
-			err = e.outbox.Queue(ctx, batch, e.deadLetter(msg, s.why[i]))
-		}
-		if err != nil {
-			why := *s.why[i]
-			why.err = fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
-			if s.kept == nil {
-				s.kept = map[*Message]bool{}
-			}
-			s.kept[msg] = true
-			left.parked, left.why, left.behind = append(left.parked, msg), append(left.why, &why), append(left.behind, false)
+// letter is a dead letter of a round trip.
+type letter struct {
+	msg  *Message
+	why  *parking
+	upTo int // statements, up to its last one
+}
+
+// letter returns the dead letter that the server refused; nil: something else failed.
+func (r round) letter(f *failure) *letter {
+	if r.done < r.published || pgerr.Unavailable(f.err) {
+		return nil
+	}
+	for i := range r.letters {
+		if r.done < r.letters[i].upTo {
+			return &r.letters[i]
 		}
 	}
-	return left
+	return nil
+}
+
+// keep parks a message that cannot be a dead letter.
+func (t *letter) keep(err error) {
+	why := *t.why
+	why.kept, why.err = true, fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
+	cmp.Or(t.msg.original, t.msg).park = &why
+}
+
+// queueFailures adds the statements for messages that were not handled. It returns those that become
+// dead letters; if the outbox refuses one, because Kafka would, the message is parked.
+func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter) {
+	s.letters = map[*Message]bool{}
+	keep := make([]int, 0, len(s.parked))
+	for i, msg := range s.parked {
+		if e.becomesLetter(s.why[i]) {
+			err := e.outbox.Queue(ctx, batch, e.deadLetter(msg, s.why[i]))
+			if err == nil {
+				letters, s.letters[msg] = append(letters, letter{msg, s.why[i], batch.Len()}), true
+				continue
+			}
+			why := *s.why[i]
+			why.kept, why.err = true, fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
+			s.why[i] = &why
+		}
+		keep = append(keep, i)
+	}
+	e.queuePark(batch, w.consumer, s, keep)
+	if w.released() {
+		rows := w.rows(s.handle)
+		for _, letter := range letters {
+			rows = append(rows, letter.msg.row)
+		}
+		batch.Queue(e.sql.unpark, rows) // a trigger promotes the next message of each key: see parked_promote
+	}
+	return letters
 }
 
 func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -26,41 +27,80 @@ type DecoderFunc[T any] func(msg *Message) (T, error)
 // Decode calls the function.
 func (f DecoderFunc[T]) Decode(msg *Message) (T, error) { return f(msg) }
 
-// Decoded returns a handler like Each that also gets the decoded message.
-func Decoded[T any](decoder Decoder[T], handle func(ctx context.Context, tx pgx.Tx, msg *Message, body T) error) Handler {
-	return Each(func(ctx context.Context, tx pgx.Tx, msg *Message) error {
-		body, err := decode(decoder, msg)
-		if err != nil {
-			return err
+// DecodedHandler is a function for Decode: what Each, Queued and Batch take, with the decoded value.
+type DecodedHandler[T any] interface {
+	func(ctx context.Context, tx pgx.Tx, msg *Message, body T) error |
+		func(ctx context.Context, q *Queue, msg *Message, body T) error |
+		func(ctx context.Context, tx pgx.Tx, msgs []Decoded[T]) error
+}
+
+// Decoded is a message of a batch with its decoded value.
+type Decoded[T any] struct {
+	*Message
+
+	Body T
+}
+
+// Decode returns a handler like Each, Queued or Batch, by the type of the function, that also gets
+// the decoded messages.
+func Decode[T any, H DecodedHandler[T]](decoder Decoder[T], handle H) Handler {
+	switch h := any(handle).(type) {
+	case func(ctx context.Context, tx pgx.Tx, msg *Message, body T) error:
+		return Each(func(ctx context.Context, tx pgx.Tx, msg *Message) error {
+			body, err := decode(decoder, msg)
+			if err != nil {
+				return err
+			}
+			return h(ctx, tx, msg, body)
+		})
+	case func(ctx context.Context, q *Queue, msg *Message, body T) error:
+		return Queued(func(ctx context.Context, q *Queue, msg *Message) error {
+			body, err := decode(decoder, msg)
+			if err != nil {
+				return err
+			}
+			return h(ctx, q, msg, body)
+		})
+	case func(ctx context.Context, tx pgx.Tx, msgs []Decoded[T]) error:
+		return decodedBatch(decoder, h)
+	}
+	return nil // New refuses it: handle is nil
+}
+
+func decodedBatch[T any](decoder Decoder[T], handle func(ctx context.Context, tx pgx.Tx, msgs []Decoded[T]) error) Handler {
+	return Batch(func(ctx context.Context, tx pgx.Tx, msgs []*Message) error {
+		list := make([]Decoded[T], 0, len(msgs))
+		for i, msg := range msgs {
+			body, err := decode(decoder, msg)
+			if v, ok := tx.(*messageTx); ok && v.skipTombstones && errors.Is(err, errTombstone) {
+				continue
+			}
+			if err != nil {
+				return FailedAt(i, err)
+			}
+			list = append(list, Decoded[T]{msg, body})
 		}
-		return handle(ctx, tx, msg, body)
+		return handle(ctx, tx, list)
 	})
 }
 
-// DecodedQueued returns a handler like Queued that also gets the decoded message.
-func DecodedQueued[T any](decoder Decoder[T], handle func(ctx context.Context, q *Queue, msg *Message, body T) error) Handler {
-	return Queued(func(ctx context.Context, q *Queue, msg *Message) error {
-		body, err := decode(decoder, msg)
-		if err != nil {
-			return err
-		}
-		return handle(ctx, q, msg, body)
-	})
-}
-
-// JSON is short for Decoded with a JSONDecoder.
+// JSON is short for Decode with a JSONDecoder.
 func JSON[T any](handle func(ctx context.Context, tx pgx.Tx, msg *Message, body T) error) Handler {
-	return Decoded(JSONDecoder[T](), handle)
+	return Decode(JSONDecoder[T](), handle)
 }
 
 // JSONDecoder decodes values as encoding/json does. The value must be one JSON text, followed only
-// by white space. A message without a value (Kafka's null, a tombstone) is undecodable. Fields that
+// by white space. A message without a value (Kafka's null, a tombstone) is nil if T is a pointer; for
+// another T see Config.OnTombstone. Fields that
 // T does not have are ignored, missing fields stay zero, and a JSON null gives the zero T. Names
 // match regardless of case; if a name occurs several times, the last one counts. Invalid UTF-8
 // becomes U+FFFD. For other rules, such as rejecting unknown fields, write a DecoderFunc.
 func JSONDecoder[T any]() Decoder[T] {
 	return DecoderFunc[T](func(msg *Message) (T, error) {
 		var body T
+		if msg.Value == nil && reflect.TypeFor[T]().Kind() == reflect.Pointer {
+			return body, nil
+		}
 		if err := json.Unmarshal(msg.Value, &body); err != nil {
 			return body, fmt.Errorf("value is no JSON of the expected form: %w", withoutPayload(err))
 		}
@@ -89,8 +129,14 @@ func decode[T any](decoder Decoder[T], msg *Message) (body T, err error) {
 	if err == nil || errors.As(err, &later) && !IsPermanent(err) {
 		return body, err
 	}
+	if msg.Value == nil {
+		err = errors.Join(errTombstone, err)
+	}
 	return body, &undecodableError{Permanent(err)}
 }
+
+// errTombstone marks a message without a value that its decoder rejected. See Config.OnTombstone.
+var errTombstone = errors.New("message has no value (a tombstone)")
 
 // undecodableError marks a message that its decoder rejected.
 type undecodableError struct{ err error }

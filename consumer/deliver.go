@@ -23,8 +23,8 @@ type Delivered struct {
 // Deliver handles records as Run does, with claims, positions, retries and parking, but without
 // Kafka: for tests, and for records from another source. It handles the records of a partition in
 // the given order. Topic, partition, offset and timestamp count as if they came from Kafka. Parked
-// messages that an operator retries are handled first. Deliver returns when all messages are done,
-// or when ctx ends. Then uncommitted work was rolled back, and delivering all records again is
+// messages that are due are handled first. Deliver returns when all messages are done or parked, also
+// those that a later call tries again, or when ctx ends. Then uncommitted work was rolled back, and delivering all records again is
 // safe. Do not call it while Run consumes the same partitions: each would take them from the other.
 func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Delivered, error) {
 	var sum Delivered
@@ -85,16 +85,11 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		return nil
 	}
 	l.restart = func(err error) { cancel(err) }
-	if err := l.load(ctx); err != nil {
+	if err := l.loadHeld(ctx); err != nil {
 		return err
 	}
-	for list := []due{{}}; len(list) > 0; {
-		if list, err = l.due(ctx); err == nil && len(list) > 0 {
-			err = l.release(ctx, list)
-		}
-		if err != nil {
-			return err
-		}
+	if err := l.releaseAll(ctx); err != nil {
+		return err
 	}
 	for len(records) > 0 {
 		n := min(len(records), c.engine.cfg.BatchMax)
@@ -102,8 +97,8 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		for i, record := range records[:n] {
 			batch[i] = queued{record: record}
 		}
-		msgs := l.messages(c, batch, uuid.Nil)
-		if c.engine.cfg.Order == OrderByPartition || l.careful.left.Load() > 0 {
+		msgs := l.messages(batch, uuid.Nil)
+		if c.engine.cfg.Order == OrderByPartition {
 			if !l.process(msgs) { //nolint:contextcheck // the lane has its own
 				return context.Cause(ctx)
 			}
@@ -112,7 +107,23 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		}
 		records = records[n:]
 	}
+	if err := l.releaseAll(ctx); err != nil {
+		return err
+	}
 	return c.giveUp(ctx, []*position{pos})
+}
+
+// releaseAll retries the parked messages that are due, until none is.
+func (l *lane) releaseAll(ctx context.Context) error {
+	for {
+		list, err := l.due(ctx)
+		if err != nil || len(list) == 0 {
+			return err
+		}
+		if err := l.release(ctx, list); err != nil || l.stopped() {
+			return cmp.Or(err, context.Cause(ctx), errNotDone)
+		}
+	}
 }
 
 // processTogether handles messages with several workers, as a partition under Run does, and then

@@ -30,7 +30,8 @@ func IsPermanent(err error) bool {
 }
 
 // RetryAfter marks a temporary error, and delays the next attempt by at least d, which is limited
-// to one hour. The partition waits for that long. The attempt counts.
+// to one hour. The message is parked until then; only messages of its key wait for it. The attempt
+// counts.
 func RetryAfter(d time.Duration, err error) error {
 	if err == nil {
 		return nil
@@ -46,20 +47,57 @@ type retryAfterError struct {
 func (e *retryAfterError) Error() string { return e.err.Error() }
 func (e *retryAfterError) Unwrap() error { return e.err }
 
-// batchError is the failure of a batch that cannot be attributed to one message.
-type batchError struct{ err error }
-
-func (e *batchError) Error() string { return e.err.Error() }
-func (e *batchError) Unwrap() error { return e.err }
-
-// messageError is the failure of one message of a batch.
+// messageError is the failure of a message, or of a batch if msg is nil: then any of its messages may
+// be at fault.
 type messageError struct {
-	index int // in the batch
-	err   error
+	msg *Message
+	err error
 }
 
 func (e *messageError) Error() string { return e.err.Error() }
 func (e *messageError) Unwrap() error { return e.err }
+
+// blame attributes an error to a message, unless it is attributed already.
+func blame(msg *Message, err error) error {
+	var known *messageError
+	if errors.As(err, &known) {
+		return known
+	}
+	return &messageError{msg, err}
+}
+
+// blameOne attributes the error of a function that got several messages: to the one that FailedAt
+// names, or to the only one.
+func blameOne(msgs []*Message, err error) error {
+	var named *failedAt
+	switch {
+	case errors.As(err, &named) && named.index >= 0 && named.index < len(msgs):
+		return &messageError{msgs[named.index], named.err}
+	case named != nil:
+		err = fmt.Errorf("FailedAt(%d) of %d messages: want an index of theirs: %s", named.index, len(msgs), named.err.Error())
+	}
+	if len(msgs) == 1 {
+		return blame(msgs[0], err)
+	}
+	return blame(nil, err)
+}
+
+// FailedAt reports which message of a Batch failed, so that the batch need not be split to find it.
+// index counts from 0 in the messages that the handler got.
+func FailedAt(index int, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &failedAt{index, err}
+}
+
+type failedAt struct {
+	index int
+	err   error
+}
+
+func (e *failedAt) Error() string { return e.err.Error() }
+func (e *failedAt) Unwrap() error { return e.err }
 
 // PanicError is a recovered panic of a handler.
 type PanicError struct {

@@ -51,7 +51,7 @@ func (e *Engine) messages(at *Position, first, n int) []*Message {
 	for i := range msgs {
 		number := first + i
 		msgs[i] = &Message{
-			ID: dedup.MessageID("test", []byte{byte(number >> 16), byte(number >> 8), byte(number)}), Topic: at.p.topic,
+			ID: dedup.MessageID("test", []byte{byte(number >> 16), byte(number >> 8), byte(number)}), Topic: at.p.topic, named: true,
 			Partition: at.p.partition, Offset: int64(number), Time: time.Now(), Value: []byte("x"),
 		}
 	}
@@ -257,7 +257,7 @@ func (w *Waiting) Paused() bool { return w.queue.paused }
 
 // Next is the next batch, which goes to the workers.
 func (w *Waiting) Next() (offsets []int64) {
-	for _, r := range w.queue.pop() {
+	for _, r := range w.queue.pop(1000) {
 		msg := &Message{Offset: r.record.Offset, Value: r.record.Value}
 		for _, header := range r.record.Headers {
 			msg.Headers = append(msg.Headers, Header{Name: header.Key, Value: header.Value})
@@ -273,7 +273,7 @@ func (w *Waiting) Full() bool { return w.lines.full() }
 
 // Take takes everything from the workers.
 func (w *Waiting) Take() {
-	for s := w.lines.next(); len(s.lines) > 0; s = w.lines.next() {
+	for s := w.lines.next(1000); len(s.lines) > 0; s = w.lines.next(1000) {
 		w.lines.done(s)
 	}
 }
@@ -304,7 +304,7 @@ func Origins() []string {
 
 // Judge returns the verdict about a failure, and the name of the row that decides.
 func Judge(from string, err error, lost bool, permanentStates ...string) (verdict, row string) {
-	f := &failure{index: unknownIndex, lost: lost, err: err, origin: origin(slices.Index(Origins(), from))}
+	f := &failure{lost: lost, err: err, origin: origin(slices.Index(Origins(), from))}
 	e := &engine{cfg: Config{PermanentStates: permanentStates}}
 	for _, r := range rules {
 		if slices.Contains(r.origins, f.origin) && r.matches(e, f) {
@@ -355,7 +355,7 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 	for i, n := range numbers {
 		text := []byte{byte(n >> 8), byte(n)}
 		msgs[i] = &Message{
-			ID: dedup.PublishID("test", dedup.MessageID("test", text), "", time.Now()), Topic: at.p.topic, Partition: at.p.partition,
+			ID: dedup.PublishID("test", dedup.MessageID("test", text), "", time.Now()), Topic: at.p.topic, named: true, Partition: at.p.partition,
 			Offset: offset + int64(i), Time: time.Now(), Value: text,
 		}
 		if n%2 == 0 {

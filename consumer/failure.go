@@ -34,16 +34,18 @@ func (o origin) String() string {
 	return [...]string{"engine", "statement", "handler", "commit"}[o]
 }
 
-// unknownIndex is the index of a failure of a whole batch.
-const unknownIndex = -1
-
 // failure is why a transaction did not commit.
 type failure struct {
 	origin origin
-	index  int  // of the message in the batch; unknownIndex: unknown
-	lost   bool // the engine's own connection is lost
+	msg    *Message // that failed; nil: unknown
+	lost   bool     // the engine's own connection is lost
+	closes bool     // the engine's last statements succeed without the handler
+	letter *letter  // that the server refused
 	err    error
 }
+
+// engineFailure is a failure of a statement of the engine.
+func engineFailure(err error) *failure { return &failure{origin: originEngine, err: err} }
 
 func (f *failure) Error() string { return f.err.Error() }
 func (f *failure) Unwrap() error { return f.err }
@@ -160,22 +162,14 @@ func waitable(err error) bool {
 	return state == "" || pgerr.Unavailable(err) || state == pgerr.ReadOnlyTransaction || pgerr.InClass(err, "40") || state == pgerr.LockNotAvailable
 }
 
-// handlerFailure converts the error of a handler to a failure. s.index maps indexes in the
-// handler's messages to indexes in the batch.
-func handlerFailure(ctx context.Context, t *tx, s *selection, err error) *failure {
-	f := &failure{origin: originHandler, index: unknownIndex, err: err}
+// handlerFailure converts the error of a handler to a failure.
+func handlerFailure(ctx context.Context, t *tx, err error) *failure {
+	f := &failure{origin: originHandler, err: err}
 	var one *messageError
 	if errors.As(err, &one) {
-		f.err = one.err
-		if one.index >= 0 && one.index < len(s.index) {
-			f.index = s.index[one.index]
-		}
+		f.msg, f.err = one.msg, one.err
 	}
-	switch why := context.Cause(ctx); {
-	case errors.Is(why, errSilent):
-		f.origin, f.lost, f.err = originStatement, true, errors.Join(why, f.err)
-		return f
-	case errors.Is(why, errHandlerTimeout):
+	if why := context.Cause(ctx); errors.Is(why, errHandlerTimeout) {
 		if !errors.Is(f.err, why) {
 			f.err = errors.Join(why, f.err)
 		}

@@ -52,8 +52,8 @@ func (f *fleet) runWorkers() {
 // of a single transaction.
 func (l *lane) worker() *lane {
 	w := &lane{
-		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, idSources: l.idSources, breaker: l.breaker, careful: l.careful,
-		tried: l.tried, committed: func(*Message, outcome) {}, regain: l.regain, restart: l.restart, noted: l.noted, does: laneState{state: StateRunning},
+		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, alias: l.alias, idSources: l.idSources, breaker: l.breaker,
+		committed: func(*Message, outcome) {}, regain: l.regain, restart: l.restart, noted: l.noted, does: laneState{state: StateRunning}, size: l.size,
 	}
 	w.work.apart, w.work.asks = true, newAsks()
 	return w
@@ -69,7 +69,7 @@ func (f *fleet) dispatch() {
 	ticking := false
 	for {
 		for !f.lines.full() && !f.track.full() {
-			batch := alone(p.messages(p.queue.pop()))
+			batch := alone(p.lane.messages(p.queue.pop(p.queue.batchMax), p.topicID))
 			if len(batch) == 0 {
 				break
 			}
@@ -176,7 +176,7 @@ func (f *fleet) runWorker(l *lane) {
 	for !l.stopped() {
 		var next share
 		if !f.partition.queue.isHalted() {
-			next = f.lines.next()
+			next = f.lines.next(l.batch())
 		}
 		if len(next.lines) == 0 {
 			select {
@@ -200,13 +200,21 @@ func (f *fleet) runWorker(l *lane) {
 	}
 }
 
-// handle handles or parks messages. The transaction checks the position that was last published.
+// handle handles or parks messages, or postpones them. The transaction checks the position that was
+// last published.
 func (f *fleet) handle(l *lane, msgs []*Message) bool {
 	l.work.pos = f.partition.current.Load()
+	later := map[*Message]bool{}
+	l.postpone = func(own []*Message, wait time.Duration, pause bool) {
+		for _, msg := range own {
+			later[msg] = true
+		}
+		f.lines.postpone(own, f.line, wait, pause)
+	}
 	if !l.process(msgs) {
 		return false
 	}
-	f.track.done(msgs)
+	f.track.done(slices.DeleteFunc(msgs, func(msg *Message) bool { return later[msg] }))
 	return true
 }
 

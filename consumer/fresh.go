@@ -77,12 +77,11 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 	defer cancel()
 	w.hints = nil
 	var server time.Time
-	var backend int32
 	var forgotten *time.Time
 	before := []dedup.Step{
 		{SQL: e.beginSQL()},
 		{SQL: e.sql.guard},
-		{SQL: e.sql.settings, Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server, &backend}},
+		{SQL: e.sql.settings, Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server}},
 	}
 	var after []dedup.Step
 	if e.expires() {
@@ -92,7 +91,6 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 	if err != nil {
 		return c, err
 	}
-	t.backend.Store(backend)
 	if !server.Equal(w.pos.server) {
 		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}

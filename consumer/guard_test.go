@@ -37,7 +37,7 @@ func TestUserFunctionsAreGuarded(t *testing.T) {
 		return q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
 	}
 	around := func(before, after func()) consumer.Middleware {
-		return consumer.Around(func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error {
+		return consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(context.Context) error) error {
 			if bad(msgs[0]) {
 				before()
 			}
@@ -90,12 +90,12 @@ func TestUserFunctionsAreGuarded(t *testing.T) {
 			}), nil
 		},
 		"decoder": func(broken func()) (consumer.Handler, consumer.Middleware) {
-			return consumer.Decoded(decoder(broken), func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ string) error {
+			return consumer.Decode(decoder(broken), func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ string) error {
 				return effect(ctx, tx, msg)
 			}), nil
 		},
 		"decoder of a queued handler": func(broken func()) (consumer.Handler, consumer.Middleware) {
-			return consumer.DecodedQueued(decoder(broken), func(_ context.Context, q *consumer.Queue, msg *consumer.Message, _ string) error {
+			return consumer.Decode(decoder(broken), func(_ context.Context, q *consumer.Queue, msg *consumer.Message, _ string) error {
 				insert(q, msg)
 				return nil
 			}), nil
@@ -191,7 +191,11 @@ func TestHooksAreGuarded(t *testing.T) {
 				require.NoError(t, stop())
 				require.Len(t, h.values(), 3)
 				require.Len(t, h.parked(), 1)
-				require.GreaterOrEqual(t, hooks.Load(), int64(4))
+				if how == "hang" { // no other is called meanwhile
+					require.GreaterOrEqual(t, hooks.Load(), int64(1))
+				} else {
+					require.GreaterOrEqual(t, hooks.Load(), int64(4))
+				}
 				require.Contains(t, h.log.String(), tc.says)
 			})
 		}
@@ -233,7 +237,7 @@ func TestMiddlewareThatDoesNotWaitIsFound(t *testing.T) {
 				return err
 			}), func(c *consumer.Config) {
 				c.AttemptsMax = 2
-				c.Middleware = []consumer.Middleware{consumer.Around(func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error {
+				c.Middleware = []consumer.Middleware{consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(context.Context) error) error {
 					if string(msgs[0].Value) == "bad" {
 						return call(ctx, next, &later)
 					}

@@ -3,9 +3,9 @@ package consumer
 import (
 	"context"
 	"errors"
-	"fmt"
 	"runtime/debug"
 	"strings"
+	"sync"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -16,8 +16,7 @@ import (
 // Handler is what a consumer does with messages. Create one with Each, JSON, Queued, Batch or
 // Route.
 type Handler interface {
-	// handle handles the fresh messages of a batch, in order. A *messageError names the one that
-	// failed.
+	// handle handles the fresh messages of a batch, in order. It returns a *messageError.
 	handle(ctx context.Context, t *tx, msgs []*Message) error
 }
 
@@ -30,33 +29,27 @@ func Each(handle func(ctx context.Context, tx pgx.Tx, msg *Message) error) Handl
 type eachHandler func(ctx context.Context, tx pgx.Tx, msg *Message) error
 
 func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
-	for i, msg := range msgs {
-		t.turn(i, msg)
+	for _, msg := range msgs {
+		t.turn(msg)
 		view := t.view(msg)
 		err := guard(func() error { return h(ctx, view, msg) })
 		view.done.Store(true)
+		if errors.Is(err, errTombstone) && t.skipTombstones {
+			err = nil
+		}
 		if err == nil {
 			err = overdue(ctx)
 		}
 		if err = t.inspect(err); err != nil {
-			return blamed(i, err)
+			return blame(msg, err)
 		}
 	}
 	return nil
 }
 
-// blamed attributes an error to a message, unless it is the whole batch's error.
-func blamed(index int, err error) error {
-	var batch *batchError
-	if errors.As(err, &batch) {
-		return err
-	}
-	return &messageError{index, err}
-}
-
 // Batch returns a handler that gets all fresh messages of a batch at once, for statements over sets
 // and for COPY. If it fails, the batch is split until the failing message is alone, unless the
-// handler names that message: see FailedAt. A message that it publishes needs an ID: msg.CallKey of
+// handler names that message: see FailedAt. A message that it publishes needs an ID: msg.PublishID of
 // its parent.
 func Batch(handle func(ctx context.Context, tx pgx.Tx, msgs []*Message) error) Handler {
 	return batchHandler(handle)
@@ -65,33 +58,14 @@ func Batch(handle func(ctx context.Context, tx pgx.Tx, msgs []*Message) error) H
 type batchHandler func(ctx context.Context, tx pgx.Tx, msgs []*Message) error
 
 func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
-	t.turn(-1, nil)
+	t.turn(nil)
 	view := t.view(nil)
 	err := t.inspect(guard(func() error { return h(ctx, view, msgs) }))
 	view.done.Store(true)
 	if err == nil {
 		return nil
 	}
-	var failed *messageError
-	if errors.As(err, &failed) {
-		if failed.index >= 0 && failed.index < len(msgs) {
-			return failed
-		}
-		err = fmt.Errorf("FailedAt(%d) of %d messages: want an index of theirs: %s", failed.index, len(msgs), failed.err.Error())
-	}
-	if len(msgs) == 1 {
-		return &messageError{0, err}
-	}
-	return &batchError{err}
-}
-
-// FailedAt reports which message of a Batch failed, so that the batch need not be split to find it.
-// index counts from 0 in the messages that the handler got.
-func FailedAt(index int, err error) error {
-	if err == nil {
-		return nil
-	}
-	return &messageError{index, err}
+	return blameOne(msgs, err)
 }
 
 // Queue collects the statements of a batch. They are sent in one round trip after all messages were
@@ -99,15 +73,17 @@ func FailedAt(index int, err error) error {
 // write.
 type Queue struct {
 	batch *pgx.Batch
-	owner []int // message of each statement
+	owner []*Message // of each statement
 	view  *messageTx
 }
 
 // Queue adds a statement. The callbacks of pgx.QueuedQuery can read its result; they run after all
 // messages were handled. If a statement fails, its message fails.
 func (q *Queue) Queue(sql string, args ...any) *pgx.QueuedQuery {
-	_ = q.view.Refuse(sql) // noted, and reported when the handler returns
-	q.owner = append(q.owner, int(q.view.index.Load()))
+	if q.view.Refuse(sql) == nil { // else noted, and reported when the handler returns
+		q.view.Statement(sql)
+	}
+	q.owner = append(q.owner, q.view.msg)
 	return q.batch.Queue(sql, args...)
 }
 
@@ -124,10 +100,10 @@ func Queued(handle func(ctx context.Context, q *Queue, msg *Message) error) Hand
 type queuedHandler func(ctx context.Context, q *Queue, msg *Message) error
 
 func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
-	q := &Queue{batch: &pgx.Batch{QueuedQueries: make([]*pgx.QueuedQuery, 0, len(msgs))}, owner: make([]int, 0, len(msgs)), view: t.view(nil)}
+	q := &Queue{batch: &pgx.Batch{QueuedQueries: make([]*pgx.QueuedQuery, 0, len(msgs))}, owner: make([]*Message, 0, len(msgs)), view: t.view(nil)}
 	defer q.view.done.Store(true)
 	if err := guard(func() error { return h.collect(ctx, t, q, msgs) }); err != nil {
-		return &messageError{int(t.index.Load()), err}
+		return blame(q.view.msg, err)
 	}
 	if q.batch.Len() == 0 {
 		return nil
@@ -138,7 +114,7 @@ func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error
 // send sends the queued statements in one round trip for the whole batch. A timeout of that round
 // trip is not attributed to any message.
 func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) error {
-	t.turn(unknownIndex, nil)
+	t.turn(nil)
 	t.busy.Store(true)
 	read := 0 // how far the results were read: attributes an error to its message
 	err := guard(func() error { return send(ctx, t.conn, q.batch, &read) })
@@ -152,17 +128,17 @@ func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) 
 	if messages > 1 && !known {
 		// Without an answer, any message may be at fault. The same is true if PostgreSQL refused to
 		// prepare a statement.
-		return &batchError{err}
+		return blame(nil, err)
 	}
-	return blamed(q.owner[min(read, len(q.owner)-1)], err)
+	return blame(q.owner[min(read, len(q.owner)-1)], err)
 }
 
-// collect calls the handler for each message. If it fails or panics, t.index is the message.
+// collect calls the handler for each message. If it fails or panics, q.view.msg is the message.
 func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Message) error {
-	for i, msg := range msgs {
-		t.turn(i, msg)
+	for _, msg := range msgs {
+		t.turn(msg)
 		q.view.msg = msg
-		if err := h(ctx, q, msg); err != nil {
+		if err := h(ctx, q, msg); err != nil && !(errors.Is(err, errTombstone) && t.skipTombstones) {
 			return err
 		}
 		if err := t.misuse(); err != nil {
@@ -171,6 +147,106 @@ func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Mes
 		if err := overdue(ctx); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// Middleware wraps a handler. Create one with Around.
+type Middleware func(next Handler) Handler
+
+// Around returns a Middleware for any kind of handler, for example for tracing, tenancy or metrics.
+// around is called for each call of the handler, with its transaction and its messages: one message
+// with Each, JSON and Decode of such a function, all fresh messages of the transaction with Queued,
+// Batch and Route. It must call next once, with ctx or a context derived from it, and wait for it.
+//
+// It cannot hide a failure: next's error is the outcome even if around returns nil, and an error of
+// around is a failure of its messages. If around does not call next, the messages have had no
+// effect, so they fail.
+func Around(around func(ctx context.Context, tx pgx.Tx, msgs []*Message, next func(ctx context.Context) error) error) Middleware {
+	return func(next Handler) Handler { return &wrapped{around: around, next: next} }
+}
+
+type wrapped struct {
+	around func(ctx context.Context, tx pgx.Tx, msgs []*Message, next func(ctx context.Context) error) error
+	next   Handler
+}
+
+var (
+	errNextTwice  = errors.New("middleware called next twice: the handler would have its effect twice")
+	errNextLate   = errors.New("middleware returned before next did, or called next later: wait for next")
+	errNextNotRun = errors.New("middleware returned without calling next: the message would be lost; return an error, or call next")
+)
+
+// single reports whether a handler gets one message at a time.
+func single(h Handler) bool {
+	if w, ok := h.(*wrapped); ok {
+		return single(w.next)
+	}
+	_, ok := h.(eachHandler)
+	return ok
+}
+
+func (w *wrapped) handle(ctx context.Context, t *tx, msgs []*Message) error {
+	if !single(w.next) {
+		return w.call(ctx, t, msgs)
+	}
+	for i := range msgs {
+		if err := w.call(ctx, t, msgs[i:i+1]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// call calls around once.
+func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
+	var one *Message
+	if len(msgs) == 1 {
+		one = msgs[0]
+	}
+	t.turn(one)
+	view := t.view(one)
+	defer view.done.Store(true)
+	var mu sync.Mutex
+	called, ended, closed := false, false, false
+	var inner error
+	next := func(ctx context.Context) error {
+		mu.Lock()
+		again, late := called, closed
+		called = called || !late
+		mu.Unlock()
+		switch {
+		case late:
+			return errNextLate
+		case again:
+			return t.Misused(errNextTwice)
+		}
+		err := guard(func() error { return w.next.handle(ctx, t, msgs) })
+		mu.Lock()
+		defer mu.Unlock()
+		inner, ended = err, true
+		return err
+	}
+	outer := guard(func() error { return w.around(ctx, view, msgs, next) })
+	mu.Lock()
+	defer mu.Unlock()
+	closed = true
+	switch {
+	case called && !ended:
+		// The handler may still run: it cannot use the transaction any more, which rolls back.
+		t.over.Store(true)
+		return blameOne(msgs, Permanent(t.Misused(errNextLate)))
+	case inner != nil:
+		return blameOne(msgs, inner)
+	case t.misuse() != nil:
+		return blameOne(msgs, Permanent(t.misuse()))
+	case outer != nil:
+		return blameOne(msgs, outer)
+	case !called:
+		return blameOne(msgs, Permanent(errNextNotRun))
+	}
+	if err := t.inspect(nil); err != nil {
+		return blameOne(msgs, err)
 	}
 	return nil
 }
@@ -227,7 +303,7 @@ func (t *tx) inspect(err error) error {
 			return err
 		}
 		if t.idled() {
-			return &batchError{errors.Join(errIdle, err)}
+			return blame(nil, errors.Join(errIdle, err))
 		}
 		return errors.Join(errConnectionLost, err)
 	}

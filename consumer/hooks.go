@@ -3,7 +3,7 @@ package consumer
 import "time"
 
 // Hooks are optional callbacks, for metrics. They are called from the goroutines of partitions and
-// workers.
+// workers, which wait for them for at most HandlerTimeout. While one does not return, none is called.
 type Hooks struct {
 	// Processed is called after each commit.
 	Processed func(Processed)
@@ -11,8 +11,8 @@ type Hooks struct {
 	Failed func(Failed)
 	// Parked is called for each message that a commit parked or turned into a dead letter.
 	Parked func(Parked)
-	// WithoutID is called for each message that is identified by its coordinates alone. A message
-	// on which it panics, or does not return within HandlerTimeout, is parked.
+	// WithoutID is called for each message that is identified by its coordinates alone, after the
+	// commit.
 	WithoutID func(msg *Message)
 	// State is called for each state change of an assigned partition, from a separate goroutine, in
 	// the order of the changes, until Run returns. Use it for an alert on StateHalted.
@@ -66,6 +66,9 @@ type Parked struct {
 	Reason   string
 	Err      error // nil with "behind"
 	Attempts int
+	// Retry: the message is tried again, after RetryIn; otherwise only an operator can retry it.
+	Retry   bool
+	RetryIn time.Duration
 	// DeadLetter: the message was sent to the dead letter topic.
 	DeadLetter bool
 }

@@ -5,9 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
-	"sync/atomic"
-	"time"
 
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -62,41 +61,51 @@ var (
 	errAmbiguousID = errors.New("message carries two different values of an ID header: let its producer send one")
 
 	errReservedSource = errors.New("ce_source begins with " + reservedScope + ", which is reserved: let its producer send another")
-	errAskTimeout     = errors.New("Config.IDFunc or Hooks.WithoutID took longer than HandlerTimeout and was abandoned")
-	errManyAsked      = errors.New("too many calls of Config.IDFunc, Hooks.WithoutID or handlers do not return: restart the process with functions that do")
-	errAskGoexit      = errors.New("Config.IDFunc or Hooks.WithoutID ended its goroutine (runtime.Goexit)")
 )
 
-// identify sets the IDs of messages of one partition, and marks messages that must be parked.
-func (c *Consumer) identify(l *lane, msgs []*Message) {
-	var nameless []*Message
-	for _, m := range msgs {
-		if !c.identified(m, l.idSources) {
-			nameless = append(nameless, m)
-		}
-	}
-	c.ask(l, nameless)
-}
-
-// identified sets the ID of a message from its headers. It reports whether they have one.
-func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
-	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
-		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax))
+// identify sets the ID of a message from its headers. A message without one keeps no ID if
+// Config.IDFunc is to be asked: see askIDs. It marks messages that must be parked.
+func (e *engine) identify(m *Message, sources []dedup.IDSource) {
+	if size := m.size(); size > e.cfg.MessageBytesMax {
+		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, e.cfg.MessageBytesMax))
 	}
 	if len(m.Headers) > headersMax {
-		m.refuse(reasonInvalid, fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax))
-		m.ID = coordinatesID(m)
-		return true
+		m.unknowable(fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax))
+		return
 	}
 	raw, err := idHeader(m, sources)
-	if err != nil {
-		m.refuse(reasonInvalid, err)
+	switch {
+	case err != nil:
+		m.unknowable(err)
+	case len(raw) > 0:
+		m.name(raw)
+	case e.cfg.IDFunc == nil:
+		m.name(nil)
 	}
-	if len(raw) == 0 {
-		return false
+}
+
+// askIDs asks Config.IDFunc for the IDs of messages without one, under the limits of a handler. A
+// message on which it panics is parked.
+func (e *engine) askIDs(ctx context.Context, t *tx, msgs []*Message) *failure {
+	for _, m := range msgs {
+		if m.named {
+			continue
+		}
+		t.turn(m)
+		given, raw := *m, []byte(nil) // the function may still use it when m is handled
+		err := guard(func() error { raw = e.cfg.IDFunc(&given); return nil })
+		if ctx.Err() != nil || !t.own(func() {
+			if err != nil {
+				m.unknowable(fmt.Errorf("Config.IDFunc: %w", err))
+			} else {
+				m.name(raw)
+			}
+		}) {
+			return &failure{origin: originHandler, msg: m, err: context.Cause(ctx)}
+		}
 	}
-	m.name(raw)
-	return true
+	t.since.Store(0)
+	return nil
 }
 
 // refuse marks a message to be parked. The first reason counts: a message that is too large is
@@ -107,18 +116,28 @@ func (m *Message) refuse(reason string, err error) {
 	}
 }
 
-// name derives the ID from the raw ID of the message.
+// name derives the ID from the raw ID of the message; empty: from its coordinates.
 func (m *Message) name(raw []byte) {
-	scope := m.Topic // a topic has no colon
+	m.named = true
+	if len(raw) == 0 {
+		m.plain, m.ID = true, coordinatesID(m)
+		return
+	}
+	scope := m.alias // a topic has no colon
 	if source, ok := m.Header("ce_source"); ok && len(source) > 0 {
 		scope = string(source)
 	}
 	if strings.HasPrefix(scope, reservedScope) {
-		m.refuse(reasonInvalid, errReservedSource)
-		m.ID = coordinatesID(m)
+		m.unknowable(errReservedSource)
 		return
 	}
 	m.ID = dedup.MessageID(scope, raw)
+}
+
+// unknowable parks a message whose ID cannot be known.
+func (m *Message) unknowable(err error) {
+	m.named, m.ID = true, coordinatesID(m)
+	m.refuse(reasonInvalid, err)
 }
 
 // idHeader returns the ID from the first header that has one. An empty value is not an ID: all
@@ -159,176 +178,27 @@ func proven(m *Message, source dedup.IDSource) bool {
 	return false
 }
 
-// unidentified derives the ID of a message from its topic, partition and offset.
-func (c *Consumer) unidentified(m *Message) {
-	m.ID = coordinatesID(m)
-	c.warnWithoutID.Do(func() {
-		c.engine.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once",
-			"group", c.engine.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_rule", c.rules[m.Topic].String(), "not_counted", notCounted(m))
-	})
+// sayPlain reports messages that are identified by their coordinates alone: to the hook, and once to
+// the log.
+func (l *lane) sayPlain(msgs []*Message) {
+	for _, m := range msgs {
+		if !m.plain || m.row != 0 {
+			continue
+		}
+		if hook := l.engine.cfg.Hooks.WithoutID; hook != nil {
+			l.hook(func() { hook(m) })
+		}
+		l.engine.warnPlain.Do(func() {
+			l.log(slog.LevelWarn, "messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once",
+				"offset", m.Offset, "headers", headerNames(m))
+		})
+	}
 }
 
-// notCounted lists headers of the message that often carry an ID but are not in the rule of the
-// topic.
-func notCounted(m *Message) (names []string) {
-	for _, name := range []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"} {
-		if value, ok := m.Header(name); ok && len(value) > 0 {
-			names = append(names, name)
-		}
+// headerNames lists the first headers of a message, among which its ID may be: see Config.IDHeaders.
+func headerNames(m *Message) (names []string) {
+	for _, h := range m.Headers[:min(len(m.Headers), 10)] {
+		names = append(names, fmt.Sprintf("%.40q", h.Name))
 	}
 	return names
-}
-
-// askTriesMax is how often a function may take too long for one message: a healthy message must not
-// be parked because the process froze.
-const askTriesMax = 3
-
-// ask calls the functions of Config for messages without an ID header: IDFunc for an ID, then
-// WithoutID. A message on which they panic or do not return is parked under its coordinates.
-//
-// When the lane stops, ask returns at once. Messages without an answer must not be handled, and are
-// not: the lane begins no further transaction.
-func (c *Consumer) ask(l *lane, msgs []*Message) {
-	if c.engine.cfg.IDFunc == nil && c.engine.cfg.Hooks.WithoutID == nil {
-		for _, m := range msgs {
-			c.unidentified(m)
-		}
-		return
-	}
-	for tries := 0; len(msgs) > 0; {
-		answers, err := c.answers(l, msgs)
-		for i, given := range answers {
-			switch m := msgs[i]; {
-			case given.err != nil:
-				m.unknowable(fmt.Errorf("Config.IDFunc or Hooks.WithoutID: %w", given.err))
-			case len(given.raw) > 0:
-				m.name(given.raw)
-			default:
-				c.unidentified(m)
-			}
-		}
-		msgs = msgs[len(answers):]
-		if tries++; len(answers) > 0 {
-			tries = 1
-		}
-		switch {
-		case err != nil && l.stopped():
-			for _, m := range msgs {
-				m.unknowable(err)
-			}
-			return
-		case len(msgs) == 0, errors.Is(err, errAskTimeout) && tries < askTriesMax:
-		default:
-			msgs[0].unknowable(err)
-			tries, msgs = 0, msgs[1:]
-		}
-	}
-}
-
-// unknowable parks a message for which the functions of Config failed.
-func (m *Message) unknowable(err error) {
-	m.ID = coordinatesID(m)
-	m.refuse(reasonInvalid, err)
-}
-
-// answer is the result of the functions of Config for a message.
-type answer struct {
-	raw []byte
-	err error
-}
-
-// asked is one goroutine that calls the functions of Config for one message after the other.
-type asked struct {
-	answers []answer
-	n       atomic.Int64 // how many answers are complete
-	state   atomic.Int32
-	done    chan struct{}
-}
-
-// States of an asked. The first change decides: the goroutine ends it, or the watcher abandons it.
-const (
-	askedRunning int32 = iota
-	askedEnded
-	askedLeft
-)
-
-// answers gets the answers for messages, up to the first one without an answer; err is the reason.
-func (c *Consumer) answers(l *lane, msgs []*Message) ([]answer, error) {
-	a := &asked{answers: make([]answer, len(msgs)), done: make(chan struct{})}
-	copies := make([]Message, len(msgs)) // an abandoned goroutine must not share memory with the handler
-	for i, m := range msgs {
-		copies[i] = *m
-	}
-	go func() {
-		defer close(a.done)
-		defer func() {
-			if !a.state.CompareAndSwap(askedRunning, askedEnded) {
-				c.engine.abandoned.Add(-1)
-			}
-		}()
-		for i := range copies {
-			a.answers[i] = c.answer(&copies[i])
-			a.n.Store(int64(i) + 1)
-			if a.state.Load() == askedLeft {
-				return
-			}
-		}
-	}()
-	n, err := a.watch(l.ctx, c.engine.cfg.HandlerTimeout)
-	if err != nil {
-		l.leave(a)
-	} else if n < len(msgs) {
-		err = errAskGoexit
-	}
-	return a.answers[:n], err
-}
-
-// answer calls the functions of Config for one message.
-func (c *Consumer) answer(m *Message) (given answer) {
-	given.err = guard(func() error {
-		// A message whose headers contradict each other is parked in any case.
-		if c.engine.cfg.IDFunc != nil && (m.park == nil || m.park.reason != reasonInvalid) {
-			given.raw = c.engine.cfg.IDFunc(m)
-		}
-		if len(given.raw) == 0 && c.engine.cfg.Hooks.WithoutID != nil {
-			m.ID = coordinatesID(m)
-			c.engine.cfg.Hooks.WithoutID(m)
-		}
-		return nil
-	})
-	return given
-}
-
-// watch waits until all answers are complete, or no answer was completed within limit. It returns
-// how many answers count.
-func (a *asked) watch(ctx context.Context, limit time.Duration) (n int, err error) {
-	tick := time.NewTicker(limit)
-	defer tick.Stop()
-	for {
-		select {
-		case <-a.done:
-			return int(a.n.Load()), nil
-		case <-ctx.Done():
-			return n, ctx.Err()
-		case <-tick.C:
-			now := int(a.n.Load())
-			if now == n {
-				return n, errAskTimeout
-			}
-			n = now
-		}
-	}
-}
-
-// leave abandons a goroutine, and waits while too many are abandoned.
-func (l *lane) leave(a *asked) {
-	l.engine.abandoned.Add(1)
-	if !a.state.CompareAndSwap(askedRunning, askedLeft) {
-		l.engine.abandoned.Add(-1)
-		return
-	}
-	for int(l.engine.abandoned.Load()) >= l.engine.cfg.AbandonedMax && !l.stopped() {
-		l.said.warn(l, "partition waits for functions of Config that do not return", errManyAsked)
-		l.pause(time.Second)
-	}
 }

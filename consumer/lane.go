@@ -6,13 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"sync/atomic"
+	"slices"
 	"time"
 
-	"github.com/google/uuid"
-
 	"github.com/effectonce/effectonce/dedup"
-	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -28,12 +25,15 @@ type lane struct {
 
 	work  work   // except its messages
 	scope string // the consumer's name
+	alias string // what the topic is called in IDs
 	// idSources are the headers that carry the messages' IDs.
 	idSources []dedup.IDSource
 	breaker   *breaker
-	careful   *careful
-	loads     int               // failed attempts to load the held keys
-	tried     map[uuid.UUID]int // attempts by earlier holders
+	suspects  int             // messages that the last holder may have been handling when it ended
+	back      map[string]bool // keys whose message was set back during a release
+	troubled  bool            // the position says why it does not continue
+	loads     int             // failed attempts to load the held keys
+	size      int             // of the next batch: see pace
 
 	committed func(last *Message, out outcome)
 	// regain takes the position over again after it was fenced. errWentBack: the database lost
@@ -41,33 +41,17 @@ type lane struct {
 	regain func(ctx context.Context) error
 	// restart ends the session, so that the partition is assigned again.
 	restart func(error)
+	// postpone takes messages that wait, of a worker, which continues with others; pause: the
+	// whole partition waits. Nil: the lane itself waits.
+	postpone func(msgs []*Message, wait time.Duration, pause bool)
 
 	does  laneState
-	noted func(*lane) // called when does has changed; nil with Deliver
+	noted func(who any, does laneState) // called when does has changed; nil with Deliver
 
 	refused refusals // of the position, by another holder
 	said    repeated
 	// saidParked is about messages that were parked without an attempt.
 	saidParked repeated
-}
-
-// careful counts how many messages are still handled alone, with the attempt counted before it
-// begins, because one of them may have ended the last holder's process. The lanes of a partition
-// share it.
-type careful struct {
-	left atomic.Int64
-	from int64 // offset of the first of them: earlier messages were handled
-}
-
-// concerns reports whether a message is one of them.
-func (c *careful) concerns(msg *Message) bool {
-	return c.left.Load() > 0 && (msg.row != 0 || msg.Offset >= c.from)
-}
-
-func (c *careful) done(msgs []*Message) {
-	if last := msgs[len(msgs)-1]; last.row != 0 || last.Offset >= c.from {
-		c.left.Add(-int64(len(msgs)))
-	}
 }
 
 func (l *lane) stopped() bool {
@@ -79,11 +63,35 @@ func (l *lane) stopped() bool {
 	}
 }
 
+// batchBegins is the size of the first transaction of a lane. After a crash in it, so many messages
+// are suspects.
+const batchBegins = 16
+
+// batch is the size of the next transaction.
+func (l *lane) batch() int {
+	if l.engine.alone.Load() {
+		return 1
+	}
+	return min(max(l.size, 1), l.engine.cfg.BatchMax)
+}
+
+// pace adapts the size of the next transaction: it doubles as long as a transaction takes less than
+// BatchTimeMax, so that a stop or a rebalance never waits for more, nor repeats more.
+func (l *lane) pace(n int, took time.Duration) {
+	fits := int(float64(n) * float64(l.engine.cfg.BatchTimeMax) / float64(max(took, 1)))
+	switch {
+	case fits < l.size:
+		l.size = max(fits, 1)
+	case n >= l.size:
+		l.size = min(2*l.size, fits, l.engine.cfg.BatchMax)
+	}
+}
+
 // process handles or parks every message. It returns false if the lane must stop: then the next
 // holder resumes at the stored position.
 func (l *lane) process(msgs []*Message) bool {
 	for len(msgs) > 0 {
-		n := l.together(msgs)
+		n := min(len(msgs), l.batch())
 		if !l.finish(msgs[:n]) {
 			return false
 		}
@@ -92,49 +100,15 @@ func (l *lane) process(msgs []*Message) bool {
 	return true
 }
 
-// together returns how many of the messages share the next transaction.
-func (l *lane) together(msgs []*Message) int {
-	n := 0
-	for n < len(msgs) && !l.careful.concerns(msgs[n]) {
-		n++
-	}
-	return max(n, 1)
-}
-
-// step is what a lane does next with messages whose transaction failed.
-type step uint8
-
-const (
-	// stepAgain: wait, then the same messages.
-	stepAgain step = iota
-	// stepRegain: take the position over again, then the same messages.
-	stepRegain
-	// stepHalves: the first half, then the second one.
-	stepHalves
-	// stepCulprit: the messages before the failed one, then judge the failed one, then the rest.
-	stepCulprit
-)
-
-// next is the step after a failure of n messages.
-func (f *failure) next(v verdict, n int) step {
-	switch {
-	case v == verdictFenced:
-		return stepRegain
-	case v == verdictRepeat, v == verdictWait, v == verdictDivide && n == 1:
-		return stepAgain
-	case v == verdictDivide, f.index == unknownIndex && n > 1:
-		return stepHalves
-	default:
-		return stepCulprit
-	}
-}
-
 // finish handles or parks messages that share a transaction. It returns false if the lane must
-// stop, or if a parked message stays parked: the messages behind it stay parked, too.
+// stop.
 func (l *lane) finish(msgs []*Message) bool {
 	waits, losses := 0, 0
-	for len(msgs) > 0 {
-		if l.stopped() || !l.admit(msgs) {
+	for {
+		if msgs = l.inOrder(msgs); len(msgs) == 0 {
+			return true
+		}
+		if l.stopped() {
 			return false
 		}
 		f := l.try(msgs)
@@ -145,132 +119,102 @@ func (l *lane) finish(msgs []*Message) bool {
 			return false
 		}
 		v := l.engine.verdict(f)
-		if f.lost && f.origin != originCommit && f.origin != originEngine {
-			if losses++; losses > 1 && l.databaseAnswers() {
-				v = recurring(len(msgs))
+		if f.closes || f.lost && f.origin != originEngine && v == verdictWait && !l.mustTakeBack(f) {
+			// If that recurs with the same messages while the database answers, one of them ends its
+			// session, or spoils it. It is blamed only if it is alone.
+			if losses++; losses > 1 && (f.closes || l.databaseAnswers()) {
+				if v = verdictCount; len(msgs) > 1 {
+					v = verdictDivide
+				}
 			}
 		}
+		if f.closes && v == verdictCount {
+			f.origin, f.err = originHandler, errors.Join(errClosing, f.err)
+		}
 		ok := true
-		switch f.next(v, len(msgs)) {
-		case stepAgain:
+		switch {
+		case errors.Is(f.err, errSession):
+			return l.process(msgs)
+		case f.letter != nil:
+			f.letter.keep(f.err)
+		case v == verdictFenced:
+			ok = l.takeBack(f)
+		case v == verdictRepeat, v == verdictWait, v == verdictDivide && len(msgs) == 1:
 			waits++
 			ok = l.wait(waits, f)
-		case stepRegain:
-			ok = l.takeBack(f)
-		case stepHalves:
+		case v == verdictDivide, f.msg == nil && len(msgs) > 1:
 			half := (len(msgs) + 1) / 2
+			l.size = max(1, min(l.size, half))
 			ok = l.finish(msgs[:half])
 			waits, losses, msgs = 0, 0, msgs[half:]
-		case stepCulprit:
-			at := max(f.index, 0)
-			ok = at == 0 || l.finish(msgs[:at])
-			msgs = msgs[at:]
-			if others, own := l.beside(msgs); ok && len(others) > 0 {
-				msgs, ok = own, l.finish(others)
-			}
-			if ok {
-				msgs, ok = l.settle(msgs, f, v)
-			}
+		default:
+			msgs, ok = l.settle(msgs, f, v)
 			waits, losses = 0, 0
 		}
 		if !ok {
 			return false
 		}
 	}
-	return true
 }
 
-// recurring is the verdict if the engine's connection is lost repeatedly with the same n messages
-// while the database answers: one of them may end its session. A message is blamed only if it is
-// alone.
-func recurring(n int) verdict {
-	if n > 1 {
-		return verdictDivide
+// inOrder leaves out released messages that are behind one that was set back.
+func (l *lane) inOrder(msgs []*Message) []*Message {
+	if len(l.back) == 0 {
+		return msgs
 	}
-	return verdictCount
+	return slices.DeleteFunc(slices.Clone(msgs), func(msg *Message) bool { return msg.row != 0 && l.back[string(msg.Key)] })
 }
 
-// beside splits messages into those that need not wait for the first one, which failed, and the
-// first one with all others of its key. In the single lane, and behind a parked message, all of
-// them wait.
-func (l *lane) beside(msgs []*Message) (others, own []*Message) {
-	if !l.work.apart || msgs[0].row != 0 {
-		return nil, msgs
+// settle finishes the messages before the failed one, decides about that one, and returns the
+// messages that are left. It returns false if the lane must stop.
+func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, ok bool) {
+	at := max(slices.Index(msgs, f.msg), 0)
+	if at > 0 && !l.finish(msgs[:at]) {
+		return nil, false
 	}
+	msgs = msgs[at:]
+	next := l.judge(msgs[0], f, v)
+	own, others := l.split(msgs)
+	switch {
+	case next.back:
+		if l.engine.holdsKeys() && msgs[0].Key != nil {
+			l.back[string(msgs[0].Key)] = true
+		}
+		return msgs[1:], true
+	case next.wait > 0 && l.postpone != nil && msgs[0].row == 0:
+		if next.pause {
+			own, others = msgs, nil
+		}
+		l.postpone(own, next.wait, next.pause)
+		return others, true
+	case next.wait > 0:
+		l.pause(next.wait)
+	}
+	if l.stopped() {
+		return nil, false
+	}
+	if len(msgs) == 1 || msgs[0].park != nil {
+		return msgs, true // it is tried again, or parked together with the following messages
+	}
+	return msgs[1:], l.finish(msgs[:1]) // it is tried again alone
+}
+
+// split splits messages into those that must wait for the first one and the others.
+func (l *lane) split(msgs []*Message) (own, others []*Message) {
 	for i, msg := range msgs {
-		if i == 0 || l.engine.cfg.Order == OrderByKey && msg.Key != nil && bytes.Equal(msg.Key, msgs[0].Key) {
+		if i == 0 || l.engine.holdsKeys() && msg.Key != nil && bytes.Equal(msg.Key, msgs[0].Key) {
 			own = append(own, msg)
 		} else {
 			others = append(others, msg)
 		}
 	}
-	return others, own
-}
-
-// settle decides what happens to the first of the messages, whose attempt failed, and returns the
-// remaining ones.
-func (l *lane) settle(msgs []*Message, f *failure, v verdict) ([]*Message, bool) {
-	if !l.judge(msgs[0], f, v) {
-		return nil, false
-	}
-	if len(msgs) == 1 || msgs[0].park != nil {
-		return msgs, true // it is retried, or parked together with the following messages
-	}
-	return msgs[1:], l.finish(msgs[:1]) // it is retried alone
-}
-
-// admit counts an attempt before it begins if the message may have killed its consumer: an attempt
-// that ends with the process must count, too. It returns false if the message must not be tried.
-func (l *lane) admit(msgs []*Message) bool {
-	msg := msgs[0]
-	if len(msgs) > 1 || !l.careful.concerns(msg) || msg.counted || msg.park != nil {
-		return true
-	}
-	if !l.count(msg, nil) {
-		return false
-	}
-	if msg.attempts <= l.engine.cfg.AttemptsMax || l.engine.cfg.OnFailure == OnFailureBlock {
-		return true
-	}
-	why := &parking{reasonCrashed, fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts-1), msg.attempts - 1}
-	if msg.row != 0 {
-		l.setBack(msg, "parked", why, 0)
-		return false
-	}
-	msg.park = why
-	l.report(msg, "message is parked: it seems to end the process", why.err, "attempts", why.attempts)
-	return true
-}
-
-// count counts an attempt at a message in the database. It retries until the count is stored or the
-// lane stops.
-func (l *lane) count(msg *Message, last error) bool {
-	var text *string
-	if last != nil {
-		said := bounds.ErrorText(last)
-		text = &said
-	}
-	for waits := 1; ; waits++ {
-		ctx, cancel := l.engine.bounded(l.ctx)
-		err := l.engine.pool.QueryRow(ctx, l.engine.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text).Scan(&msg.attempts)
-		cancel()
-		if err == nil {
-			msg.counted = true
-			crashpoint.At(l.ctx, crashpoint.ConsumerAttempted)
-			return true
-		}
-		if l.stopped() || !l.wait(waits, &failure{origin: originEngine, index: unknownIndex, err: fmt.Errorf("count an attempt: %w", err)}) {
-			return false
-		}
-	}
+	return own, others
 }
 
 // try handles messages once, in one transaction.
 func (l *lane) try(msgs []*Message) *failure {
-	if len(l.tried) > 0 {
-		for _, msg := range msgs {
-			msg.attempts = max(msg.attempts, l.tried[msg.ID])
-		}
+	if len(msgs) == 1 && msgs[0].first.IsZero() {
+		msgs[0].first = time.Now()
 	}
 	w := l.work
 	w.msgs = msgs
@@ -284,9 +228,19 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	l.said.end(l)
 	l.become(StateRunning, nil)
-	l.careful.done(msgs)
+	for _, msg := range msgs {
+		msg.counted = false
+		if msg.blocks {
+			l.noted(msg, laneState{state: StateRunning})
+		}
+	}
+	if l.troubled && w.released() {
+		l.storeTrouble(nil) // otherwise the position's next advance removes it
+	}
+	l.troubled = false
 	if !w.released() {
 		l.breaker.noteHandled(out.fresh)
+		l.pace(len(msgs), out.claim+out.handle+out.commit)
 	}
 	l.committed(msgs[len(msgs)-1], out)
 	l.tell(&w, out)
@@ -294,93 +248,125 @@ func (l *lane) try(msgs []*Message) *failure {
 	return nil
 }
 
-// conflictsMax is how many attempts in a row that another transaction ended (a deadlock, a
-// serialization failure) are not counted: they say nothing about the message. A handler that always
-// conflicts is counted once in so many attempts, and so parked in the end.
-const conflictsMax = 10
+const (
+	// conflictsMax is how many attempts in a row that another transaction ended (a deadlock, a
+	// serialization failure) are not counted: they say nothing about the message. A handler that
+	// always conflicts is counted once in so many attempts, and so parked in the end.
+	conflictsMax = 10
+	// inPlaceMax is how long after its first attempt alone a message is tried again in place. After
+	// that it is parked until its next attempt, and only its key waits.
+	inPlaceMax = time.Second
+)
 
-// judge decides what happens to a message after a failed attempt: either it is marked to be parked,
-// or the lane has waited and the message must be retried. It returns false if the lane must stop,
-// or if the message stays parked.
-func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
+// next is what happens to a message after a failed attempt: it is tried again after wait, or parked
+// at once (0), or it was set back to wait in parked_messages.
+type next struct {
+	wait  time.Duration
+	pause bool // the whole partition waits
+	back  bool
+}
+
+// judge decides what happens to a message after a failed attempt.
+func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	cfg := &l.engine.cfg
-	if v == verdictCount && msg.row == 0 && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
+	if v == verdictCount && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
 		msg.conflicts++
 		wait := l.engine.backoff(msg.conflicts)
 		l.become(StateRunning, f.err)
 		l.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
-		l.pause(wait)
-		return !l.stopped()
+		return next{wait: wait}
 	}
 	msg.conflicts = 0
-	if !msg.counted && !l.count(msg, f.err) {
-		return false
+	if msg.park != nil { // parking it failed
+		l.blocked(msg, StateBlocked, &parking{reason: msg.park.reason, err: f.err, attempts: msg.attempts}, "message cannot be parked and blocks its partition", cfg.RetryMax)
+		return next{wait: cfg.RetryMax, pause: true}
+	}
+	if !msg.counted {
+		msg.attempts++
 	}
 	msg.counted = false
-	if msg.park != nil { // parking it failed
-		l.become(StateBlocked, f.err)
-		l.blocked(msg, &parking{msg.park.reason, f.err, msg.attempts}, "message cannot be parked and blocks its partition", cfg.RetryMax)
-		l.pause(cfg.RetryMax)
-		return !l.stopped()
-	}
 	if cfg.Hooks.Failed != nil {
 		failed := Failed{Message: msg, Attempt: msg.attempts, Err: f.err, Permanent: v == verdictPark, Origin: f.origin.String()}
-		l.engine.hook(func() { cfg.Hooks.Failed(failed) })
+		l.hook(func() { cfg.Hooks.Failed(failed) })
 	}
-	if msg.row != 0 {
-		l.become(StateRunning, nil) // the database answers, and nothing waits for the message
+	if msg.first.IsZero() { // it failed together with others
+		msg.first = time.Now()
 	}
-	why := &parking{f.reason(v), f.err, msg.attempts}
 	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax
+	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: l.retryIn(msg, f)}
+	switch {
+	case msg.row != 0 && final && cfg.OnFailure == OnFailureDeadLetter:
+		msg.park = why
+		l.report(msg, "parked message failed again and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
+		return next{}
+	case msg.row != 0:
+		l.become(StateRunning, nil) // the database answers, and nothing waits for the message
+		l.setBack(msg, why)
+		return next{back: true}
+	case cfg.OnFailure == OnFailureBlock:
+		wait := why.wait
+		if v == verdictPark {
+			wait = cfg.RetryMax // only a new version of the handler can help
+		}
+		l.blocked(msg, StateBlocked, why, "message fails and blocks its partition until it succeeds", wait)
+		return next{wait: wait}
+	case !final && why.wait < inPlaceMax-time.Since(msg.first):
+		l.become(StateRunning, f.err)
+		l.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
+		return next{wait: why.wait}
+	case !msg.named:
+		msg.unknowable(f.err)
+	case !l.breaker.allows() && !errors.Is(f.err, errTombstone):
+		msg.attempts-- // it says more about what the handler needs than about the message
+		wait := max(why.wait, cfg.RetryMax)
+		l.blocked(msg, StatePausedByBreaker, why,
+			fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and retries", cfg.ParkShareMax, breakerWindow), wait)
+		return next{wait: wait, pause: true}
+	default:
+		msg.park = why
+	}
+	if !errors.Is(f.err, errTombstone) {
+		l.breaker.noteParked()
+	}
+	if why.retry {
+		l.report(msg, "message failed and waits in parked_messages for its next attempt", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
+	} else {
+		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
+	}
+	return next{}
+}
+
+// retryIn is the pause before the next attempt at a message.
+func (l *lane) retryIn(msg *Message, f *failure) time.Duration {
 	wait := l.engine.backoff(msg.attempts)
 	var later *retryAfterError
 	if errors.As(f.err, &later) {
 		wait = max(wait, later.after)
 	}
-	switch {
-	case msg.row != 0 && final:
-		l.setBack(msg, "parked", why, 0)
-		return false
-	case msg.row != 0:
-		l.setBack(msg, "retry", why, wait)
-		return false
-	case cfg.OnFailure == OnFailureBlock:
-		if v == verdictPark {
-			wait = cfg.RetryMax // only a new version of the handler can help
-		}
-		l.become(StateBlocked, f.err)
-		l.blocked(msg, why, "message fails and blocks its partition until it succeeds", wait)
-	case final && !l.breaker.allows():
-		wait = max(wait, cfg.RetryMax)
-		l.become(StatePausedByBreaker, f.err)
-		l.blocked(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and retries", cfg.ParkShareMax, breakerWindow), wait)
-	case final:
-		l.breaker.noteParked()
-		msg.park = why
-		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
-		return true
-	default:
-		l.become(StateRunning, f.err)
-		l.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", wait)
-	}
-	l.pause(wait)
-	return !l.stopped() && l.count(msg, f.err)
+	return wait
+}
+
+// mustTakeBack: without claims only the position shows whether a COMMIT without an answer was applied.
+// Taking the position over again also fences that COMMIT if it is still in progress.
+func (l *lane) mustTakeBack(f *failure) bool {
+	return l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit
 }
 
 // wait pauses after a failure that no message caused. It returns false if the lane must stop.
 func (l *lane) wait(waits int, f *failure) bool {
-	if l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit {
-		// Without claims only the position shows whether a COMMIT without an answer was applied.
-		// Taking the position over again also fences that COMMIT if it is still in progress.
+	if l.mustTakeBack(f) {
 		if waits > 1 {
 			l.pause(l.engine.backoff(waits))
 		}
 		return l.takeBack(f)
 	}
-	wait := l.engine.backoff(waits)
-	l.said.blocks(l, slog.LevelWarn, "partition waits for the database; nothing is lost", f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
-	if waits == waitsStored || waits > waitsStored && waits%waitsStored == 0 {
-		l.store(fmt.Sprintf("the partition waits for the database, attempt %d: %v", waits, f.err))
+	wait, text := l.engine.backoff(waits), "partition waits for the database; nothing is lost"
+	if errors.Is(f.err, errPool) {
+		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
+	}
+	l.said.blocks(l, slog.LevelWarn, text, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
+	if waits%waitsStored == 0 {
+		l.store(fmt.Sprintf("%s, attempt %d: %v", text, waits, f.err))
 	}
 	l.become(l.waitState(waits, f), f.err)
 	l.pause(wait)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"slices"
 	"sync"
+	"time"
 )
 
 // lines are the queues of messages that wait for the workers of a partition. Each key has a line,
@@ -21,8 +22,9 @@ type lines struct {
 	retries  []*line // the same for parked messages
 	waiting  int     // waiting messages
 	bytes    int
-	retrying int  // workers that retry parked messages
-	retried  bool // the last share was a retry
+	retrying int       // workers that retry parked messages
+	retried  bool      // the last share was a retry
+	paused   time.Time // until then nothing is taken
 }
 
 // line is the waiting messages of one key.
@@ -32,6 +34,7 @@ type line struct {
 	msgs  []*Message
 	dues  []due
 	taken bool // a worker has it
+	waits bool // its first message is postponed: done does not release it
 }
 
 // share is what a worker takes: messages, or one due parked message, and the lines that it holds
@@ -102,10 +105,13 @@ func (l *lines) full() bool {
 
 // next returns what a worker does next; without lines: nothing can be taken. Retries of parked
 // messages get at most half of the workers. With one worker they alternate with other messages.
-func (l *lines) next() share {
+func (l *lines) next(batch int) share {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var s share
+	if time.Now().Before(l.paused) {
+		return s
+	}
 	l.retries = slices.DeleteFunc(l.retries, func(line *line) bool { return line.taken || len(line.dues) == 0 })
 	if len(l.retries) > 0 && l.retrying < max(l.workers/2, 1) && (!l.retried || l.waiting == 0 || l.workers > 1) {
 		from := l.retries[0]
@@ -115,7 +121,7 @@ func (l *lines) next() share {
 		l.retrying++
 		s.lines = append(s.lines, from)
 	} else {
-		l.takeMessages(&s)
+		l.takeMessages(&s, batch)
 		l.retried = false
 	}
 	if len(s.lines) > 0 {
@@ -127,8 +133,8 @@ func (l *lines) next() share {
 
 // takeMessages takes a fair part of the waiting messages: what one worker takes, no other worker
 // can handle in parallel.
-func (l *lines) takeMessages(s *share) {
-	limit := min(max((l.waiting+l.workers-1)/l.workers, 1), l.batchMax)
+func (l *lines) takeMessages(s *share, batch int) {
+	limit := min(max((l.waiting+l.workers-1)/l.workers, 1), batch)
 	n := 0
 	for ; n < len(l.messages) && len(s.msgs) < limit; n++ {
 		from := l.messages[n]
@@ -155,6 +161,47 @@ func (l *lines) takeMessages(s *share) {
 	slices.SortFunc(s.msgs, func(a, b *Message) int { return cmp.Compare(a.Offset, b.Offset) })
 }
 
+// postpone puts messages that a worker has back to the front of their lines, which wait; pause: all
+// lines wait.
+func (l *lines) postpone(msgs []*Message, hash func(*Message) *keyHash, wait time.Duration, pause bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var lines []*line
+	for _, msg := range slices.Backward(msgs) {
+		to := l.line(hash(msg))
+		to.msgs, to.taken, to.waits = slices.Insert(to.msgs, 0, msg), true, true
+		lines = append(lines, to)
+		l.waiting++
+		l.bytes += msg.size()
+	}
+	if pause {
+		l.paused = time.Now().Add(wait)
+	}
+	time.AfterFunc(wait, func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		for _, from := range lines {
+			from.waits = false
+			l.release(from)
+		}
+		signal(l.wake)
+	})
+}
+
+// release makes what is left of a line available again, at the end of the others.
+func (l *lines) release(from *line) {
+	from.taken = false
+	if len(from.msgs) > 0 {
+		l.messages = append(l.messages, from)
+	}
+	if len(from.dues) > 0 {
+		l.retries = append(l.retries, from)
+	}
+	if from.keyed && len(from.msgs) == 0 && len(from.dues) == 0 {
+		delete(l.byKey, from.hash)
+	}
+}
+
 // done releases the lines of a share.
 func (l *lines) done(s share) {
 	l.mu.Lock()
@@ -163,15 +210,8 @@ func (l *lines) done(s share) {
 		l.retrying--
 	}
 	for _, from := range s.lines {
-		from.taken = false
-		if len(from.msgs) > 0 {
-			l.messages = append(l.messages, from)
-		}
-		if len(from.dues) > 0 {
-			l.retries = append(l.retries, from)
-		}
-		if from.keyed && len(from.msgs) == 0 && len(from.dues) == 0 {
-			delete(l.byKey, from.hash)
+		if !from.waits {
+			l.release(from)
 		}
 	}
 	signal(l.wake)

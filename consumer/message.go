@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"time"
 
@@ -26,17 +27,23 @@ type Message struct {
 	Time time.Time
 
 	topicID   uuid.UUID // zero if the broker does not know it
+	alias     string    // what the topic is called in names and IDs: see Config.Aliases
 	record    *kgo.Record
+	named     bool      // its ID is known; otherwise Config.IDFunc is asked
+	plain     bool      // it is identified by its coordinates alone
+	original  *Message  // of which this is the form under its coordinates; nil: none
 	published int       // number of messages published while handling it: the step of the next one's ID
 	released  time.Time // if it was parked: the time in the IDs of what it publishes
 	scope     string    // the consumer's name
 	behind    int64     // offset after the control records that follow it; 0: none follow
 	row       int64     // its seq in parked_messages; 0: it comes from Kafka
 	park      *parking  // why it is parked and not handled; nil: it is handled
-	attempts  int       // counted attempts at it alone, from the database; 0: none
-	place     int       // in the tracker
-	counted   bool      // the next attempt is already counted
+	attempts  int       // at it alone
+	counted   bool      // the attempt in progress is counted
+	first     time.Time // when its first attempt alone began
 	conflicts int       // attempts that ended because of another transaction, and are not counted
+	blocks    bool      // the partition's status names it
+	place     int       // in the tracker
 }
 
 // Range of times that the database can store. A producer chooses a record's timestamp: a partition
@@ -106,19 +113,20 @@ func (m *Message) String() string {
 // headersMax bounds the number of headers of a message, which are searched linearly.
 const headersMax = 1000
 
-// newMessages converts records of the lane's partition to messages, with one allocation for all
+// messages converts records of the lane's partition to messages, with one allocation for all
 // messages and one for all headers. topicID is zero if the broker does not support topic IDs.
-func (c *Consumer) newMessages(l *lane, records []*kgo.Record, topicID uuid.UUID) []*Message {
+func (l *lane) messages(records []queued, topicID uuid.UUID) []*Message {
 	n := 0
-	for _, record := range records {
-		n += len(record.Headers)
+	for _, r := range records {
+		n += len(r.record.Headers)
 	}
 	slab, headers, msgs := make([]Message, len(records)), make([]Header, 0, n), make([]*Message, len(records))
-	for i, record := range records {
-		m := &slab[i]
+	for i, r := range records {
+		record, m := r.record, &slab[i]
 		*m = Message{
 			Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
 			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: topicID, record: record,
+			scope: l.scope, alias: l.alias, behind: r.behind,
 		}
 		begin := len(headers)
 		for _, h := range record.Headers {
@@ -126,10 +134,18 @@ func (c *Consumer) newMessages(l *lane, records []*kgo.Record, topicID uuid.UUID
 		}
 		m.Headers = headers[begin:len(headers):len(headers)]
 		msgs[i] = m
+		l.engine.identify(m, l.idSources)
+		if l.suspects > 0 && m.park == nil && (l.work.pos.stored == nil || m.Offset >= *l.work.pos.stored) {
+			l.suspects--
+			m.park = &parking{reason: reasonCrashed, err: errSuspect, attempts: 1, retry: true}
+		}
 	}
-	c.identify(l, msgs)
 	return msgs
 }
+
+// errSuspect: the messages that the last holder of the partition may have been handling are parked,
+// and each is tried alone, so that one that ends the process is found.
+var errSuspect = errors.New("the last holder of the partition ended without finishing anything: the message is tried alone")
 
 func (m *Message) size() int {
 	n := len(m.Key) + len(m.Value)
@@ -154,6 +170,7 @@ func coordinatesID(m *Message) uuid.UUID {
 // without topic IDs).
 func (m *Message) underCoordinates() *Message {
 	own, id := *m, coordinatesID(m)
+	own.original = m
 	own.ID = dedup.MessageID(reservedScope+"conflict:"+m.Topic, binary.BigEndian.AppendUint32(id[:], uint32(m.fingerprint())))
 	return &own
 }

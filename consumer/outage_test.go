@@ -88,7 +88,6 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 		return h.pool.QueryRow(t.Context(), `SELECT count(*) FROM effects`).Scan(&n) == nil && n >= 60
 	})
 	require.NoError(t, stop())
-	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.message_attempts`), "no attempt is counted")
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
 	require.Equal(t, 60, h.number(`SELECT count(*) FROM effects`))
 	require.Equal(t, 60, h.number(`SELECT count(DISTINCT value) FROM effects`))

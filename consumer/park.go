@@ -26,7 +26,7 @@ const (
 	reasonTooLarge    = "too_large"    // above MessageBytesMax; only its coordinates and key are kept
 	reasonExpired     = "expired"      // older than the dedup window: it may have been handled before
 	reasonConflict    = "conflict"     // its ID was claimed by a message with other content
-	reasonCrashed     = "crashed"      // its last attempts ended with the process
+	reasonCrashed     = "crashed"      // an attempt at it may have ended with the process
 	reasonBehind      = "behind"       // an earlier message of its key is parked
 )
 
@@ -35,6 +35,21 @@ type parking struct {
 	reason   string
 	err      error
 	attempts int
+	retry    bool          // it is tried again,
+	wait     time.Duration // after this
+	kept     bool          // it cannot be a dead letter
+}
+
+// state is how the message is stored.
+func (p *parking) state(behind bool) string {
+	switch {
+	case behind:
+		return "behind"
+	case p.retry:
+		return "retry"
+	default:
+		return "parked"
+	}
 }
 
 // errConflict: dropping the message as a duplicate would lose it.
@@ -115,35 +130,45 @@ func (h *heldKeys) free(keys [][]byte) {
 	}
 }
 
-// queuePark adds the insert of parked messages to a transaction.
-func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
-	n := len(s.parked)
-	var keysBehind [][]byte
-	ids, topics, partitions, offsets := make([][16]byte, n), make([]string, n), make([]int32, n), make([]int64, n)
-	topicIDs, keys, payloads, headers := make([]*[16]byte, n), make([][]byte, n), make([][]byte, n), make([]string, n)
-	times, reasons, errs := make([]time.Time, n), make([]string, n), make([]string, n)
-	attempts, states := make([]int32, n), make([]string, n)
-	for i, m := range s.parked {
-		ids[i], topics[i], partitions[i], offsets[i] = m.ID, m.Topic, m.Partition, m.Offset
-		if id := [16]byte(m.topicID); id != [16]byte{} {
-			topicIDs[i] = &id
+// queuePark adds the statements that park those of the messages that are in keep.
+func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection, keep []int) {
+	var keysBehind, keys, payloads [][]byte
+	var ids [][16]byte
+	var topics, headers, reasons, errs, states []string
+	var partitions, attempts []int32
+	var offsets []int64
+	var topicIDs []*[16]byte
+	var times []time.Time
+	var waits []time.Duration
+	for _, i := range keep {
+		m, why := s.parked[i], s.why[i]
+		if m.row != 0 {
+			batch.Queue(e.sql.setBack, m.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
+			continue
 		}
-		keys[i], times[i], headers[i] = m.Key, m.Time, "{}"
-		if s.why[i].reason != reasonTooLarge {
-			payloads[i], headers[i] = m.Value, headersText(m.Headers)
+		ids, topics, partitions, offsets = append(ids, m.ID), append(topics, m.Topic), append(partitions, m.Partition), append(offsets, m.Offset)
+		topicIDs, keys, times = append(topicIDs, nullable(m.topicID)), append(keys, m.Key), append(times, m.Time)
+		value, text := m.Value, "{}"
+		if why.reason == reasonTooLarge {
+			value = nil
+		} else {
+			text = headersText(m.Headers)
 		}
-		reasons[i], errs[i], attempts[i] = s.why[i].reason, bounds.ErrorText(s.why[i].err), int32(s.why[i].attempts)
-		states[i] = "parked"
+		payloads, headers = append(payloads, value), append(headers, text)
+		reasons, errs, attempts = append(reasons, why.reason), append(errs, bounds.ErrorText(why.err)), append(attempts, int32(why.attempts))
+		states, waits = append(states, why.state(s.behind[i])), append(waits, why.wait)
 		if s.behind[i] {
-			states[i] = "behind"
 			hash := sha256.Sum256(m.Key)
 			keysBehind = append(keysBehind, hash[:])
 		}
 	}
-	if len(keysBehind) > 0 {
-		batch.Queue(e.sql.touchHeads, consumer.ID(), s.parked[0].Topic, s.parked[0].Partition, keysBehind)
+	if len(ids) == 0 {
+		return
 	}
-	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states)
+	if len(keysBehind) > 0 {
+		batch.Queue(e.sql.touchHeads, consumer.ID(), topics[0], partitions[0], keysBehind)
+	}
+	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states, waits)
 }
 
 // headersText is the stored form of headers, as in the outbox. If JSON cannot hold a name, all

@@ -2,13 +2,14 @@ package consumer
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/jackc/pgx/v5"
 )
 
 // partition is one goroutine that handles the records of a partition in order, batch by batch, or
@@ -26,7 +27,7 @@ type partition struct {
 	// For the partition's state: whether an operator paused it, and the lanes that do not run.
 	// Guarded by the session's mutex.
 	paused bool
-	lanes  map[*lane]laneState // except running ones
+	lanes  map[any]laneState // of lanes that do not run, and of messages that block; by lane or message
 
 	cancel   context.CancelFunc
 	stopping chan struct{} // closed: no further batch, no further attempt
@@ -48,7 +49,7 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	// it.
 	ctx, cancel := context.WithCancel(context.WithoutCancel(s.values))
 	p := &partition{
-		session: s, engine: s.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[*lane]laneState{},
+		session: s, engine: s.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[any]laneState{},
 		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1),
 	}
 	p.queue = newQueue(s.client, pos.topic, pos.partition, s.engine.cfg.BatchMax)
@@ -62,24 +63,23 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	}
 	p.lane.regain = func(ctx context.Context) error { return s.rehold(ctx, p) }
 	p.lane.restart = s.restart
-	p.lane.noted = func(l *lane) { s.noteLane(p, l) }
+	p.lane.noted = func(who any, does laneState) { s.noteLane(p, who, does) }
 	return p
 }
 
 // newLane returns the lane of a partition. If the last holder ended without a clean release and
-// without finishing any message, the messages that may have ended its process are handled alone.
+// without finishing any message, the messages that it may have been handling are suspects.
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
+	cfg := &c.engine.cfg
 	l := &lane{
-		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, does: laneState{state: StateRunning},
-		scope: c.names[pos.topic], idSources: c.rules[pos.topic].Sources(),
+		engine: c.engine, ctx: ctx, stopping: stopping, does: laneState{state: StateRunning}, size: min(batchBegins, cfg.BatchMax),
+		scope: c.names[pos.topic], alias: cfg.alias(pos.topic), idSources: c.rules[pos.topic].Sources(),
 		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), asks: newAsks()},
-		breaker: newBreaker(c.engine.cfg.ParkShareMax),
+		breaker: newBreaker(cfg.ParkShareMax),
 	}
-	if pos.stuck > 0 {
-		l.careful.left.Store(int64(c.engine.cfg.BatchMax))
-		if pos.stored != nil {
-			l.careful.from = *pos.stored
-		}
+	if pos.stuck > 0 && cfg.OnFailure != OnFailureBlock {
+		l.suspects = l.size * cfg.Workers
+		l.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", l.suspects)
 	}
 	return l
 }
@@ -92,24 +92,6 @@ func (p *partition) publish() {
 
 // mark records an offset to be committed to Kafka.
 func (p *partition) mark(offset int64) { p.session.mark(p.pos.topic, p.pos.partition, offset) }
-
-// messages converts records from Kafka to messages.
-func (p *partition) messages(records []queued) []*Message {
-	return p.lane.messages(p.session.consumer, records, p.topicID)
-}
-
-// messages converts records to messages, and sets the fields that depend on the lane's position.
-func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Message {
-	plain := make([]*kgo.Record, len(records))
-	for i, r := range records {
-		plain[i] = r.record
-	}
-	msgs := c.newMessages(l, plain, topicID)
-	for i, msg := range msgs {
-		msg.scope, msg.behind = l.scope, records[i].behind
-	}
-	return msgs
-}
 
 func (p *partition) key() topicPartition { return topicPartition{p.queue.topic, p.queue.partition} }
 
@@ -130,52 +112,39 @@ func (p *partition) handleUntilStopped() {
 
 func (p *partition) consume() {
 	for waits := 1; ; waits++ {
-		err := p.lane.load(p.lane.ctx)
+		err := p.lane.loadHeld(p.lane.ctx)
 		if err == nil {
 			break
 		}
-		if p.lane.stopped() || !p.lane.wait(waits, &failure{origin: originEngine, index: unknownIndex, err: err}) {
+		if p.lane.stopped() || !p.lane.wait(waits, engineFailure(err)) {
 			return
 		}
 	}
 	p.lane.become(StateRunning, nil)
-	if p.lane.careful.left.Load() > 0 {
-		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
-			"times", p.pos.stuck, "messages", p.engine.cfg.BatchMax)
-	}
 	p.idle = time.NewTicker(p.session.consumer.idleEvery)
 	defer p.idle.Stop()
 	if p.engine.cfg.Order == OrderByPartition {
-		p.alone(p.lane.stopped)
+		p.serve()
 		return
 	}
-	ok := p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
-	if ok && !p.lane.stopped() {
-		newFleet(p).runWorkers()
-	}
+	newFleet(p).runWorkers()
 }
 
-// alone handles one batch after the other, and in between the parked messages that are due. It
-// returns false if the partition must stop, although its session has not ended yet: workers would
-// store a position behind messages whose commits the database lost.
-func (p *partition) alone(until func() bool) bool {
-	for !until() {
-		ok := true
+// serve handles one batch after the other, and in between the parked messages that are due, until the
+// partition must stop.
+func (p *partition) serve() {
+	for ok := true; ok && !p.lane.stopped(); {
 		select {
 		case <-p.looked:
 			ok = p.release()
 		default:
 		}
-		if batch := p.queue.pop(); ok && len(batch) > 0 {
-			ok = p.lane.process(p.messages(batch))
+		if batch := p.queue.pop(p.lane.batch()); ok && len(batch) > 0 {
+			ok = p.lane.process(p.lane.messages(batch, p.topicID))
 		} else if ok {
 			ok = p.rest()
 		}
-		if !ok {
-			return false
-		}
 	}
-	return true
 }
 
 // rest waits for records, due parked messages or the idle tick.
@@ -235,7 +204,7 @@ func (p *partition) advance(to passed) bool {
 	defer cancel()
 	var stored *int64
 	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored, to.behind, to.at, p.pos.server).Scan(&stored)
-	f := &failure{origin: originEngine, index: unknownIndex, err: err}
+	f := engineFailure(err)
 	switch {
 	case err == nil:
 		p.lane.become(StateRunning, nil)
@@ -243,7 +212,7 @@ func (p *partition) advance(to passed) bool {
 		p.publish()
 		p.mark(to.behind)
 		return true
-	case errIsNoRows(err):
+	case errors.Is(err, pgx.ErrNoRows):
 		f.err = errServerChanged
 		return p.lane.takeBack(f)
 	case e.verdict(f) == verdictFenced:

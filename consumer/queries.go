@@ -4,18 +4,12 @@ import "github.com/effectonce/effectonce/migrations"
 
 // settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze
 // loses its claims in bounded time, and commits are durable. set_config with true is SET LOCAL. The
-// last column but one identifies the server: after a failover or a restart it is another time. The
-// last column is the session: see silent.
+// last column identifies the server: after a failover or a restart it is another time.
 const settingsSQL = `-- consumer.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
   set_config('idle_in_transaction_session_timeout', $3, true),
   set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true),
-  pg_postmaster_start_time(), pg_backend_pid()`
-
-// sessionSQL reads the state of a session. Its argument is pg_backend_pid() as settingsSQL read it,
-// not the process number that the client knows: a connection pooler in between makes that one up.
-const sessionSQL = `-- consumer.session
-SELECT coalesce(state, '') FROM pg_catalog.pg_stat_activity WHERE pid = $1`
+  pg_postmaster_start_time()`
 
 // advanceSQL raises EO001 if the caller no longer holds the position.
 const advanceSQL = `-- consumer.advance
@@ -118,9 +112,10 @@ const (
 	closeGuardSQL = "CLOSE " + guardCursor
 )
 
-// troubleSQL stores why a partition does not continue. The next advance clears it.
+// troubleSQL stores why a partition does not continue; null: it continues. The next advance clears
+// it, too.
 const troubleSQL = `-- consumer.trouble
-UPDATE effectonce.consumer_positions SET trouble = $5, trouble_since = coalesce(trouble_since, clock_timestamp()), updated_at = clock_timestamp()
+UPDATE effectonce.consumer_positions SET trouble = $5::text, trouble_since = CASE WHEN $5::text IS NOT NULL THEN coalesce(trouble_since, clock_timestamp()) END, updated_at = clock_timestamp()
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 
 // caughtUpSQL records that partitions were handled up to their end at a time of the database's
@@ -160,28 +155,17 @@ UPDATE effectonce.consumer_positions p SET released = true
 FROM unnest($2::text[], $3::int[], $4::bigint[]) AS t (topic, partition, epoch)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
-// attemptSQL counts an attempt, in its own transaction.
-const attemptSQL = `-- consumer.attempt
-INSERT INTO effectonce.message_attempts AS a (consumer, message_id, attempts, error) VALUES ($1, $2, 1, $3)
-ON CONFLICT (consumer, message_id) DO UPDATE SET
-  attempts = a.attempts + 1, error = coalesce(excluded.error, a.error), updated_at = clock_timestamp()
-RETURNING attempts`
-
-const attemptsSQL = `-- consumer.attempts
-SELECT message_id, attempts FROM effectonce.message_attempts WHERE consumer = $1 ORDER BY updated_at DESC LIMIT $2`
-
-const forgetAttemptsSQL = `-- consumer.forget_attempts
-DELETE FROM effectonce.message_attempts WHERE consumer = $1 AND message_id = ANY ($2::uuid[])`
-
 // parkSQL inserts in the order of the messages, which becomes the order of seq. A message that is
-// already stored stays unchanged.
+// already stored stays unchanged. One that is tried again has its record's time as the time of its
+// children, which keep their IDs.
 const parkSQL = `-- consumer.park
 INSERT INTO effectonce.parked_messages
-  (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state)
-SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state
+  (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state, retry_at, released_at)
+SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state,
+  clock_timestamp() + m.wait, CASE WHEN m.state = 'retry' THEN m.record_time END
 FROM unnest($2::uuid[], $3::text[], $4::uuid[], $5::int[], $6::bigint[], $7::bytea[], $8::bytea[], $9::jsonb[], $10::timestamptz[],
-  $11::text[], $12::text[], $13::int[], $14::text[])
-  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, n)
+  $11::text[], $12::text[], $13::int[], $14::text[], $15::interval[])
+  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, wait, n)
 ORDER BY m.n
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
 
@@ -259,7 +243,7 @@ WHERE seq = ANY (ARRAY(SELECT d.seq FROM effectonce.parked_messages d
 // first message of each key. It uses the statement's time: an index cannot be searched by
 // clock_timestamp().
 const dueSQL = `-- consumer.due
-SELECT d.seq, d.hash FROM (SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
+SELECT d.seq, d.hash, d.tried FROM (SELECT seq, sha256(key) AS hash, attempts > 0 AND released_at IS NOT NULL AS tried FROM effectonce.parked_messages
   WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
   ORDER BY retry_at LIMIT $4) d
 WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
@@ -268,7 +252,8 @@ WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
 // releaseSQL chooses the messages to retry: the due messages $6, and up to $7 messages that wait
 // behind each, in order and without a gap. It returns up to $4 messages and $5 bytes of these, but
 // at least one message. A message with a reason of its own, and the messages behind it, are left
-// for an operator. The time of the release is stored before the messages are used.
+// for an operator. The time of the release (a young record's own), and the attempt at the due messages,
+// are stored before the messages are used.
 const releaseSQL = `-- consumer.release
 WITH due AS MATERIALIZED (
   SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
@@ -282,12 +267,14 @@ WITH due AS MATERIALIZED (
     ORDER BY n.seq LIMIT $7) AS f
   WHERE f.waits
 ), chosen AS (
-  SELECT l.seq, row_number() OVER w AS n, pg_catalog.sum(coalesce(octet_length(p.payload), 0) + octet_length(p.headers::text)) OVER w AS bytes
+  SELECT l.seq, l.seq = l.head AS first, row_number() OVER w AS n, pg_catalog.sum(coalesce(octet_length(p.payload), 0) + octet_length(p.headers::text)) OVER w AS bytes
   FROM line l JOIN effectonce.parked_messages p USING (seq) WINDOW w AS (ORDER BY l.head, l.seq)
 )
-UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp())
+UPDATE effectonce.parked_messages p SET
+  released_at = coalesce(p.released_at, CASE WHEN p.record_time > statement_timestamp() - interval '10 min' THEN p.record_time ELSE clock_timestamp() END),
+  attempts = CASE WHEN p.released_at IS NULL THEN 0 ELSE p.attempts END + c.first::int
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
-RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at`
+RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at, p.attempts, c.first`
 
 // lockParkedSQL locks parked messages before they are handled and deleted, so that only one
 // transaction handles them. It locks in the order of seq; otherwise two transactions could
@@ -298,24 +285,26 @@ SELECT seq FROM effectonce.parked_messages WHERE seq = ANY ($1::bigint[]) ORDER 
 const unparkSQL = `-- consumer.unpark
 DELETE FROM effectonce.parked_messages WHERE seq = ANY ($1::bigint[])`
 
-// setBackSQL ends a retry. The attempts move from message_attempts to the message.
+// setBackSQL ends a retry.
 const setBackSQL = `-- consumer.set_back
-WITH counted AS (DELETE FROM effectonce.message_attempts WHERE $2 = 'parked' AND consumer = $7 AND message_id = $8)
-UPDATE effectonce.parked_messages SET state = $2, reason = $3, error = $4, attempts = attempts + $5,
+UPDATE effectonce.parked_messages SET state = $2, reason = $3, error = $4, attempts = $5,
   retry_at = clock_timestamp() + $6::interval, released_at = CASE WHEN $2 = 'retry' THEN released_at END
 WHERE seq = $1`
 
+// uncountSQL takes back attempts that did not begin.
+const uncountSQL = `-- consumer.uncount
+UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($1::bigint[]) AND state = 'retry' AND attempts > 0`
+
 // queries are the statements for one schema.
 type queries struct {
-	settings, primary, guard                                             string
-	contact, met, rows, lock, hold, pauses, orders, widen                string
-	reset, givenUp, holder, poll, trouble, caughtUp                      string
-	lockHeads, heldNow                                                   string
-	advance, advanceApart, check                                         string
-	attempt, attempts, forgetAttempts                                    string
-	park, touchHeads, heads                                              string
-	refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
-	countParked                                                          string
+	settings, primary, guard                                                      string
+	contact, met, rows, lock, hold, pauses, orders, widen                         string
+	reset, givenUp, holder, poll, trouble, caughtUp                               string
+	lockHeads, heldNow                                                            string
+	advance, advanceApart, check                                                  string
+	park, touchHeads, heads                                                       string
+	refuseLarge, orderRetries, due, release, lockParked, unpark, setBack, uncount string
+	countParked                                                                   string
 }
 
 func newQueries(schema string) queries {
@@ -328,9 +317,8 @@ func newQueries(schema string) queries {
 		countParked: in(countParkedSQL),
 		lockHeads:   in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL),
-		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
 		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL),
 		refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),
-		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL),
+		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL), uncount: in(uncountSQL),
 	}
 }

@@ -1,12 +1,10 @@
 package consumer
 
 import (
-	"errors"
 	"slices"
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -97,14 +95,14 @@ func (q *queue) add(records []*kgo.Record) {
 	}
 }
 
-// pop takes the records of the next batch.
-func (q *queue) pop() []queued {
+// pop takes the next records, at most n.
+func (q *queue) pop(n int) []queued {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.halted {
 		return nil
 	}
-	n := min(len(q.waiting), q.batchMax)
+	n = min(len(q.waiting), n)
 	batch := slices.Clone(q.waiting[:n])
 	clear(q.waiting[:n]) // the array must not keep finished records alive
 	q.waiting = q.waiting[n:]
@@ -191,5 +189,3 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	}
 	return end <= q.seen, stuck, q.delivered
 }
-
-func errIsNoRows(err error) bool { return errors.Is(err, pgx.ErrNoRows) }

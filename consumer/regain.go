@@ -57,7 +57,7 @@ func (l *lane) takeBack(f *failure) bool {
 			err = l.regain(ctx)
 			cancel()
 			if err == nil {
-				err = l.load(l.ctx) // the holder in between may have parked messages
+				err = l.loadHeld(l.ctx) // the holder in between may have parked messages
 			}
 			if err == nil {
 				l.become(StateRunning, nil)

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
@@ -16,38 +15,17 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// load reads, after a takeover, which keys are held and which messages were attempted. After the
-// takeover no earlier holder can commit, so nothing is missing.
-func (l *lane) load(parent context.Context) error {
-	ctx, cancel := l.engine.bounded(parent)
-	defer cancel()
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
-	if err != nil {
-		return fmt.Errorf("read attempts: %w", err)
-	}
-	var id [16]byte
-	var before int
-	l.tried = map[uuid.UUID]int{}
-	_, err = pgx.ForEachRow(rows, []any{&id, &before}, func() error {
-		l.tried[id] = before
-		return nil
-	})
-	if err != nil {
-		return fmt.Errorf("read attempts: %w", err)
-	}
-	if !l.engine.holdsKeys() {
-		return nil
-	}
-	return l.loadHeld(parent)
-}
-
 // loadDoubledMax bounds how often the time for loadHeld is doubled: to about an hour with the
 // default StatementTimeout.
 const loadDoubledMax = 7
 
-// loadHeld reads which keys are held. It reads all parked messages of the partition, which may be
-// millions: after each failed try the next one gets twice the time.
+// loadHeld reads, after a takeover, which keys are held: no earlier holder can commit any more. It
+// reads all parked messages of the partition, which may be millions: after each failed try the next
+// one gets twice the time.
 func (l *lane) loadHeld(ctx context.Context) error {
+	if !l.engine.holdsKeys() {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
 	defer cancel()
 	l.loads++
@@ -69,14 +47,11 @@ func (l *lane) loadHeld(ctx context.Context) error {
 	return nil
 }
 
-// attemptsLoadMax bounds the rows of earlier holders' attempts in memory, which are deleted when
-// their message succeeds. Maintenance deletes the rows above the bound eventually.
-const attemptsLoadMax = 1000
-
 // due is a parked message that must be retried: the first one of its key.
 type due struct {
-	seq  int64
-	hash []byte // of the key; nil: it has none
+	seq   int64
+	hash  []byte // of the key; nil: it has none
+	tried bool   // it was attempted before, so it is handled alone
 }
 
 // dueMax bounds how many due messages one query reads.
@@ -103,7 +78,7 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 	var list []due
 	batch.Queue(l.engine.sql.due, append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
-			err = row.Scan(&d.seq, &d.hash)
+			err = row.Scan(&d.seq, &d.hash, &d.tried)
 			return d, err
 		})
 		return err
@@ -114,15 +89,19 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 	return list, nil
 }
 
-// release retries due messages, and in order the messages behind them. Messages that are not done
-// are chosen again when they are due.
+// release retries the first of the due messages, and in order the messages behind them: one that was
+// tried before alone, others together. The attempt is counted and committed before it begins: a
+// message may end the process. Messages that are not done are chosen again when they are due.
 func (l *lane) release(ctx context.Context, list []due) error {
 	limit := l.engine.cfg.BatchMax
-	if l.careful.left.Load() > 0 {
+	if list[0].tried {
 		limit = 1
 	}
-	seqs := make([]int64, 0, min(len(list), limit))
+	var seqs []int64
 	for _, d := range list[:min(len(list), limit)] {
+		if d.tried && len(seqs) > 0 {
+			break
+		}
 		seqs = append(seqs, d.seq)
 	}
 	msgs, err := l.released(ctx, limit, seqs)
@@ -130,8 +109,33 @@ func (l *lane) release(ctx context.Context, list []due) error {
 		return err
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
-	l.process(msgs) //nolint:contextcheck // the lane has its own
+	l.back = map[string]bool{}
+	for _, msg := range msgs {
+		if msg.attempts > l.engine.cfg.AttemptsMax && msg.counted {
+			msg.attempts--
+			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts), attempts: msg.attempts}
+			l.report(msg, "message is "+l.engine.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
+		}
+	}
+	if !l.process(msgs) { //nolint:contextcheck // the lane has its own
+		l.uncount(msgs)
+	}
 	return nil
+}
+
+// uncount takes back attempts that did not begin because the lane stopped.
+func (l *lane) uncount(msgs []*Message) {
+	var rows []int64
+	for _, msg := range msgs {
+		if msg.counted {
+			rows = append(rows, msg.row)
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(l.ctx), answerGrace)
+	defer cancel()
+	if len(rows) > 0 {
+		_, _ = l.engine.pool.Exec(ctx, l.engine.sql.uncount, rows) // otherwise they count as attempts that ended the process
+	}
 }
 
 // releaseBytesMax bounds the bytes of parked messages in memory.
@@ -156,12 +160,12 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 }
 
 func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
-	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope}
+	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope, alias: l.alias, named: true}
 	var id [16]byte
 	var topicID *[16]byte
 	var headers []byte
 	var at *time.Time
-	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released)
+	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released, &msg.attempts, &msg.counted)
 	if err != nil {
 		return nil, err
 	}
@@ -211,17 +215,15 @@ func (w *work) rows(msgs []*Message) []int64 {
 
 // setBack stores that a message failed again: it stays parked for an operator, or until its next
 // attempt. If storing fails, the message is retried sooner.
-func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Duration) {
-	attempts := 0
-	if state == "parked" {
-		attempts = why.attempts
-		l.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
+func (l *lane) setBack(msg *Message, why *parking) {
+	if why.retry {
+		l.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", why.wait)
 	} else {
-		l.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", wait)
+		l.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
 	}
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
-	_, err := l.engine.pool.Exec(ctx, l.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
+	_, err := l.engine.pool.Exec(ctx, l.engine.sql.setBack, msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
 	if err != nil {
 		l.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
 	}

@@ -65,13 +65,13 @@ type topicRoutes struct {
 type skipped func(msg *Message)
 
 func (s skipped) handle(_ context.Context, t *tx, msgs []*Message) error {
-	for i, msg := range msgs {
-		t.turn(i, msg)
+	for _, msg := range msgs {
+		t.turn(msg)
 		if s == nil {
 			continue
 		}
 		if err := guard(func() error { s(msg); return nil }); err != nil {
-			return &messageError{i, err}
+			return &messageError{msg, err}
 		}
 	}
 	return nil
@@ -137,6 +137,11 @@ func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 // Topics returns the topics that have routes, sorted, for Config.Topics.
 func (r *Router) Topics() []string { return slices.Sorted(maps.Keys(r.topics)) }
 
+func (r *Router) routes(topic string) bool {
+	_, ok := r.topics[topic]
+	return ok
+}
+
 // handle passes runs of messages with the same route to their handlers. It looks up all routes
 // first: a message without a route fails before any work that would have to be rolled back.
 func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
@@ -144,7 +149,7 @@ func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	for i, msg := range msgs {
 		var err error
 		if routes[i], err = r.find(msg); err != nil {
-			return &messageError{i, err}
+			return &messageError{msg, err}
 		}
 	}
 	for begin := 0; begin < len(msgs); {
@@ -152,30 +157,20 @@ func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		for end < len(msgs) && routes[end] == routes[begin] {
 			end++
 		}
-		// The engine reads it to find the message that took too long. After an error it stays as it
-		// is.
-		t.base.Add(int64(begin))
 		if err := routes[begin].handler.handle(ctx, t, msgs[begin:end]); err != nil {
-			return blameRun(begin, end-begin, err)
+			return err
 		}
-		t.base.Add(-int64(begin))
 		begin = end
 	}
 	return nil
 }
 
-// blameRun converts the index of a failed message in its run to its index among all messages.
-func blameRun(begin, n int, err error) error {
-	var failed *messageError
-	if errors.As(err, &failed) && failed.index >= 0 && failed.index < n {
-		return &messageError{begin + failed.index, failed.err}
-	}
-	return err
-}
-
 // find returns the route of a message.
 func (r *Router) find(msg *Message) (*route, error) {
 	topic, ok := r.topics[msg.Topic]
+	if !ok {
+		topic, ok = r.topics[msg.alias]
+	}
 	if !ok {
 		return nil, unknownType("topic %q has no routes", msg.Topic)
 	}

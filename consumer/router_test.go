@@ -228,11 +228,11 @@ type payment struct {
 func decoded(decoder consumer.Decoder[payment]) map[string]consumer.Handler {
 	const insert = `INSERT INTO effects (message_id, value) VALUES ($1, $2)`
 	return map[string]consumer.Handler{
-		"each": consumer.Decoded(decoder, func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, body payment) error {
+		"each": consumer.Decode(decoder, func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, body payment) error {
 			_, err := tx.Exec(ctx, insert, [16]byte(msg.ID), body.Order)
 			return err
 		}),
-		"queued": consumer.DecodedQueued(decoder, func(_ context.Context, q *consumer.Queue, msg *consumer.Message, body payment) error {
+		"queued": consumer.Decode(decoder, func(_ context.Context, q *consumer.Queue, msg *consumer.Message, body payment) error {
 			q.Queue(insert, [16]byte(msg.ID), body.Order)
 			return nil
 		}),
@@ -269,7 +269,7 @@ func TestUndecodableMessagesAreParked(t *testing.T) {
 			require.Equal(t, []string{"{broken undecodable parked", "panic undecodable parked", " undecodable parked"}, h.parked())
 			require.Equal(t, 3, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 1`), "tried once")
 			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%panicked: no idea%'`))
-			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE 'value is no JSON of the expected form: %'`))
+			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%value is no JSON of the expected form: %'`))
 			require.EqualValues(t, 3, permanent.Load())
 			require.NoError(t, stop())
 			require.NotContains(t, h.log.String(), "{broken", "no payload in a log")

@@ -89,8 +89,15 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 	l.log(slog.LevelError, text, append([]any{"offset", msg.Offset, "id", msg.ID, "error", err}, attrs...)...)
 }
 
-// blocked records, in the log and in the database, that a message blocks its partition.
-func (l *lane) blocked(msg *Message, why *parking, text string, wait time.Duration) {
+// blocked records, in the log, in the status and in the database, that a message blocks its partition,
+// or its key if workers handle the partition.
+func (l *lane) blocked(msg *Message, state PartitionState, why *parking, text string, wait time.Duration) {
+	if l.postpone != nil {
+		msg.blocks = true
+		l.noted(msg, laneState{state, why.err})
+	} else {
+		l.become(state, why.err)
+	}
 	l.said.blocks(l, slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
 }
@@ -98,17 +105,29 @@ func (l *lane) blocked(msg *Message, why *parking, text string, wait time.Durati
 // store writes to the position why the partition does not continue. The next advance clears it.
 // Errors are ignored: the reason is already in the log.
 func (l *lane) store(text string) {
+	stored := bounds.ErrorText(errors.New(text))
+	l.troubled = true
+	l.storeTrouble(&stored)
+}
+
+// storeTrouble writes a trouble to the position, or removes it (nil).
+func (l *lane) storeTrouble(text *string) {
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
 	pos := l.work.pos
-	_, _ = l.engine.pool.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(errors.New(text)))
+	_, _ = l.engine.pool.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, text)
 }
 
-// hook calls a callback of the configuration in a separate goroutine: a callback that panics, calls
-// runtime.Goexit or never returns must not end the process or stop the partition. hook reports
-// whether the callback returned.
-func (e *engine) hook(call func()) bool {
-	result, done := errHookGoexit, make(chan struct{})
+// hook calls a callback of the configuration in a separate goroutine: a callback that panics or calls
+// runtime.Goexit must not end the process, and one that does not return costs HandlerTimeout once:
+// until it returns, no hook is called. A stop does not wait for it.
+func (l *lane) hook(call func()) { l.engine.hook(l.stopping, call) }
+
+func (e *engine) hook(stopping <-chan struct{}, call func()) {
+	if e.hooked.Load() {
+		return
+	}
+	result, done := errGoexit, make(chan struct{})
 	go func() {
 		defer close(done)
 		result = guard(func() error { call(); return nil })
@@ -120,12 +139,18 @@ func (e *engine) hook(call func()) bool {
 		if result != nil {
 			e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
 		}
-		return true
+		return
+	case <-stopping:
 	case <-limit.C:
-		e.countAbandoned(done)
-		e.cfg.Logger.Error("a hook did not return within HandlerTimeout and is abandoned", "group", e.cfg.Group)
-		return false
+		e.cfg.Logger.Error("a hook did not return within HandlerTimeout; no hook is called until it does", "group", e.cfg.Group)
 	}
+	e.hooked.Store(true)
+	e.abandoned.Add(1)
+	go func() {
+		<-done
+		e.hooked.Store(false)
+		e.abandoned.Add(-1)
+	}()
 }
 
 // tell reports what a transaction committed to the hooks. It also logs messages that were parked
@@ -137,14 +162,15 @@ func (l *lane) tell(w *work, out outcome) {
 			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked), Conflicts: out.conflicts,
 			Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
 		}
-		l.engine.hook(func() { hooks.Processed(processed) })
+		l.hook(func() { hooks.Processed(processed) })
 	}
+	l.sayPlain(w.msgs)
 	if out.conflicts > 0 {
 		l.saidParked.warn(l, "messages are dropped whose ID another message has: Config.OnConflict", errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
 	}
 	for _, p := range out.parked {
 		if hooks.Parked != nil {
-			l.engine.hook(func() { hooks.Parked(p) })
+			l.hook(func() { hooks.Parked(p) })
 		}
 		switch p.Reason {
 		case reasonExpired, reasonConflict, reasonInvalid, reasonTooLarge:

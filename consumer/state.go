@@ -143,19 +143,19 @@ func (l *lane) become(state PartitionState, err error) {
 	}
 	l.does = now
 	if l.noted != nil {
-		l.noted(l)
+		l.noted(l, now)
 	}
 }
 
-// noteLane records the state of a lane of a partition. It changes nothing if the partition was
-// taken from the session: then it drains, whatever its lanes do.
-func (s *session) noteLane(p *partition, l *lane) {
+// noteLane records the state of a lane of a partition, or of a message that blocks. It changes nothing
+// if the partition was taken from the session: then it drains, whatever its lanes do.
+func (s *session) noteLane(p *partition, who any, does laneState) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if l.does == (laneState{state: StateRunning}) {
-		delete(p.lanes, l)
+	if does == (laneState{state: StateRunning}) {
+		delete(p.lanes, who)
 	} else {
-		p.lanes[l] = l.does
+		p.lanes[who] = does
 	}
 	s.noteWork(p)
 }

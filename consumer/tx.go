@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -26,25 +27,50 @@ type tx struct {
 	busy  atomic.Bool        // a statement of a handler is in progress
 	fault atomic.Pointer[error]
 
-	backend atomic.Int32 // process number of the server's session
 	begun   time.Time
-	idleMax time.Duration // after which the server ends the transaction
-	used    atomic.Int64  // when a handler's last statement ended, in nanoseconds after begun
-	tooLate atomic.Bool   // the next statement came later than idleMax after it
-	current *Message      // being handled; nil in a handler of whole batches
-	index   atomic.Int64  // of current in the handler's messages
-	base    atomic.Int64  // index of the first of them in the batch, if a router splits it
-	since   atomic.Int64  // when its handling began, in nanoseconds after begun; 0: no handler runs
+	idleMax time.Duration           // after which the server ends the transaction
+	used    atomic.Int64            // when a handler's last statement ended, in nanoseconds after begun
+	tooLate atomic.Bool             // the next statement came later than idleMax after it
+	current atomic.Pointer[Message] // being handled; nil in a function that got several
+	since   atomic.Int64            // when its handling began, in nanoseconds after begun; 0: no user code runs
+	owning  sync.Mutex              // guards what user functions' results are stored in: see own
 
-	collected  []collected // outbox messages, in order
-	savepoints int
+	collected      []collected // outbox messages, in order
+	savepoints     int         // created through Begin
+	marks          []mark      // savepoints that exist
+	session        bool        // a handler changed roles, settings or other state of the session
+	lasting        bool        // and the change would outlast the transaction
+	skipTombstones bool        // Config.OnTombstone
 }
 
-// turn sets the message that is handled from now on.
-func (t *tx) turn(index int, msg *Message) {
-	t.current = msg
-	t.index.Store(int64(index))
+// mark is a savepoint, and how many messages were published before it.
+type mark struct {
+	name      string
+	collected int
+}
+
+// turn sets the message that is handled from now on; nil: several.
+func (t *tx) turn(msg *Message) {
+	t.current.Store(msg)
 	t.since.Store(int64(time.Since(t.begun)) + 1)
+}
+
+// own runs f unless the attempt was abandoned: then its messages are in use elsewhere.
+func (t *tx) own(f func()) bool {
+	t.owning.Lock()
+	defer t.owning.Unlock()
+	if t.over.Load() {
+		return false
+	}
+	f()
+	return true
+}
+
+// leave ends the attempt's right to its messages.
+func (t *tx) leave() {
+	t.owning.Lock()
+	defer t.owning.Unlock()
+	t.over.Store(true)
 }
 
 // idled reports whether nothing was sent to the server for so long that the server may have ended
@@ -86,19 +112,19 @@ func (t *tx) view(msg *Message) *messageTx {
 type collected struct {
 	outbox *outbox.Outbox
 	msgs   []outbox.Message
-	index  int // of the message whose handler published, in the handler's messages; unknownIndex: of a batch
-	upTo   int // statements of the last round trip, up to its last one
+	msg    *Message // whose handler published; nil: a handler of several
+	upTo   int      // statements of the last round trip, up to its last one
 }
 
-// publisher returns the index of the message whose handler published what a statement of the last
-// round trip inserts.
-func (t *tx) publisher(statement int) int {
+// publisher returns the message whose handler published what a statement of the last round trip
+// inserts; nil: unknown.
+func (t *tx) publisher(statement int) *Message {
 	for _, c := range t.collected {
 		if statement < c.upTo {
-			return c.index
+			return c.msg
 		}
 	}
-	return unknownIndex
+	return nil
 }
 
 var (
@@ -175,11 +201,7 @@ func (v *messageTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error
 		m.Headers = withTrace(m.Headers, v.msg)
 		derived[i] = m
 	}
-	index := unknownIndex
-	if v.msg != nil {
-		index = int(v.index.Load() + v.base.Load())
-	}
-	v.collected = append(v.collected, collected{outbox: o, msgs: derived, index: index})
+	v.collected = append(v.collected, collected{outbox: o, msgs: derived, msg: v.msg})
 	return nil
 }
 
@@ -206,12 +228,59 @@ func withTrace(headers []outbox.Header, parent *Message) []outbox.Header {
 	return append(headers[:len(headers):len(headers)], outbox.Header{Name: outbox.HeaderTraceParent, Value: value})
 }
 
-// savepoint is a nested transaction of a handler. A rollback also drops the messages that were
-// published inside it.
+// Statement implements handlertx.Gate. It follows savepoints: a rollback to one drops the messages
+// that were published since. And it notices statements that change the session, which must not
+// reach the next message.
+func (v *messageTx) Statement(sql string) {
+	t := v.tx
+	verb, rest := handlertx.Verb(sql)
+	switch verb {
+	case "savepoint":
+		t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
+	case "release":
+		t.marks = t.marks[:max(t.marked(rest), 0)]
+	case "rollback":
+		if at := t.marked(rest); at >= 0 {
+			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
+		}
+	case "set":
+		kind, _ := handlertx.Verb(rest)
+		t.session = true
+		t.lasting = t.lasting || !slices.Contains([]string{"local", "constraints", "transaction"}, kind)
+	case "reset", "discard", "listen", "unlisten", "load":
+		t.session, t.lasting = true, true
+	case "create":
+		kind, _ := handlertx.Verb(rest)
+		t.session = t.session || strings.HasPrefix(kind, "temp")
+	}
+	if strings.Contains(sql, "set_config") {
+		t.session = true
+		t.lasting = t.lasting || !strings.Contains(strings.ReplaceAll(sql, " ", ""), ",true)")
+	}
+}
+
+// lastName is the name at the end of a statement about a savepoint.
+func lastName(text string) string {
+	words := strings.Fields(text)
+	if len(words) == 0 {
+		return ""
+	}
+	return strings.ToLower(strings.Trim(words[len(words)-1], `;"`))
+}
+
+// marked returns the index of the newest savepoint of that name; -1: there is none.
+func (t *tx) marked(text string) int {
+	name, at := lastName(text), len(t.marks)-1
+	for at >= 0 && t.marks[at].name != name {
+		at--
+	}
+	return at
+}
+
+// savepoint is a nested transaction of a handler.
 type savepoint struct {
 	pgx.Tx
-	view      *messageTx
-	collected int
+	view *messageTx
 }
 
 // Begin starts a savepoint.
@@ -220,7 +289,7 @@ func (v *messageTx) Begin(ctx context.Context) (pgx.Tx, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &savepoint{Tx: inner, view: v, collected: len(v.collected)}, nil
+	return &savepoint{inner, v}, nil
 }
 
 // Begin starts a savepoint inside the savepoint.
@@ -229,13 +298,4 @@ func (s *savepoint) Begin(ctx context.Context) (pgx.Tx, error) { return s.view.B
 // CollectOutbox implements outbox.Collector.
 func (s *savepoint) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error {
 	return s.view.CollectOutbox(o, msgs)
-}
-
-// Rollback rolls back to the savepoint.
-func (s *savepoint) Rollback(ctx context.Context) error {
-	err := s.Tx.Rollback(ctx)
-	if err == nil {
-		s.view.collected = s.view.collected[:s.collected]
-	}
-	return err
 }

@@ -26,7 +26,6 @@ const (
 	lookMax       = 500 * time.Millisecond // for reading a day under its lock
 	sweepBlocks   = 256                    // blocks of 8 KiB in one transaction
 	sweepRunMax   = 16_384                 // blocks in one run, 128 MiB
-	attemptsMax   = 30 * 24 * time.Hour
 	statementsMax = time.Minute
 	lockIdleMax   = 3 * time.Second // a process that freezes while it holds the lock loses it
 )
@@ -174,7 +173,6 @@ func (m *maintenance) steps(ctx context.Context) (failed error) {
 		{"sweep processed_messages_untimed", sweep("untimed")},
 		{"sweep processed_messages_past", sweep("past")},
 		{"sweep processed_messages_ahead", sweep("ahead")},
-		{"forget attempts", m.forgetAttempts},
 		{"forget days", m.forgetDays},
 		{"make partitions", m.makeAhead},
 		{"drop partitions", m.dropEmpty},
@@ -189,11 +187,6 @@ func (m *maintenance) steps(ctx context.Context) (failed error) {
 		}
 	}
 	return failed
-}
-
-func (m *maintenance) forgetAttempts(ctx context.Context) error {
-	_, err := m.conn.Exec(ctx, m.in(forgetAttemptsSQL), attemptsMax)
-	return err
 }
 
 // both joins two errors in one line.

@@ -162,9 +162,6 @@ SELECT coalesce(pg_catalog.sum(pg_catalog.pg_stat_get_live_tuples(relid::oid)), 
   (SELECT extract(epoch FROM clock_timestamp() - done_at)::float8 FROM effectonce.maintenance WHERE job = 'claims')
 FROM pg_catalog.pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
 
-const forgetAttemptsSQL = `-- dedup.forget_attempts
-DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $1::interval`
-
 // queries are the statements for one schema and one table of claims.
 type queries struct {
 	claim, conflicts, copy               string

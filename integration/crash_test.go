@@ -187,7 +187,6 @@ func crashTable(t *testing.T, c child) {
 		require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.parked_messages`))
 	}
 	requireEffects(ctx, t, pool)
-	require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.message_attempts`))
 }
 
 func (c child) killed(t *testing.T) {

@@ -82,7 +82,6 @@ func TestNeighboursRightsOnTables(t *testing.T) {
 		"fences":               "consumer SIU, operator S",
 		"idempotency_keys":     "relay s, endpoint SIUD, operator SuD",
 		"maintenance":          "relay S, consumer S, operator S",
-		"message_attempts":     "consumer SIUD, operator S",
 		"operator_actions":     "consumer i, operator Si",
 		"outbox":               "publisher i, relay SIU, consumer i, endpoint i, operator S",
 		"outbox_0":             "relay ST, operator S",

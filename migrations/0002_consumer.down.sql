@@ -2,7 +2,6 @@ SET search_path = pg_catalog, pg_temp;
 
 DROP TABLE effectonce.fences;
 DROP TABLE effectonce.parked_messages;
-DROP TABLE effectonce.message_attempts;
 DROP TABLE effectonce.consumer_pauses;
 DROP TABLE effectonce.consumer_topics;
 DROP TABLE effectonce.consumer_positions;

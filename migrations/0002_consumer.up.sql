@@ -229,17 +229,6 @@ $$;
 
 -- === Failures
 
--- Attempts at messages that failed or may have killed their consumer, written before each attempt. A row
--- goes with the success, or with the parking, of its message.
-CREATE TABLE effectonce.message_attempts (
-  consumer   integer     NOT NULL,
-  message_id uuid        NOT NULL,
-  attempts   integer     NOT NULL,
-  error      text        CHECK (octet_length(error) <= 2048), -- of the last attempt that ended
-  updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  CONSTRAINT message_attempts_pkey PRIMARY KEY (consumer, message_id)
-) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
-
 -- Messages that could not be handled, as they were, and the later messages of their keys behind them. The
 -- row is written in the transaction that claims the message. Within (consumer, topic, partition, key) the
 -- order of seq is the order of handling.
@@ -264,7 +253,7 @@ CREATE TABLE effectonce.parked_messages (
   state       text        NOT NULL CONSTRAINT parked_messages_state_is_unknown CHECK (state IN ('parked', 'behind', 'retry')),
   parked_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
   retry_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
-  released_at timestamptz,           -- when it was first tried since the last retry; the time of its children
+  released_at timestamptz,           -- the time of its children: of the record, or of the first attempt since an operator's retry
   CONSTRAINT parked_messages_pkey PRIMARY KEY (seq),
   CONSTRAINT parked_messages_once UNIQUE (consumer, topic, partition, "offset", message_id)
 );
@@ -289,7 +278,7 @@ BEGIN
       WHERE n.consumer = k.consumer AND n.topic = k.topic AND n.partition = k.partition AND sha256(n.key) = k.hash
       ORDER BY n.seq LIMIT 1 FOR NO KEY UPDATE) AS f)
   UPDATE effectonce.parked_messages p SET
-    state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
+    state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp()
   FROM first WHERE p.seq = first.seq AND p.state = 'behind';
   RETURN NULL;
 END

@@ -101,7 +101,7 @@ GRANT SELECT ON effectonce.maintenance TO effectonce_consumer;
 GRANT SELECT, INSERT, UPDATE ON effectonce.consumers, effectonce.consumer_positions, effectonce.fences TO effectonce_consumer;
 GRANT SELECT, INSERT ON effectonce.consumer_topics TO effectonce_consumer;
 GRANT SELECT ON effectonce.consumer_pauses TO effectonce_consumer;
-GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.message_attempts, effectonce.parked_messages TO effectonce_consumer;
+GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.parked_messages TO effectonce_consumer;
 GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_consumer;
 GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
   effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz),
@@ -121,7 +121,7 @@ GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, eff
   effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_locks, effectonce.outbox_dead, effectonce.outbox_dead_freed,
   effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
   effectonce.consumer_pauses, effectonce.processed_messages,
-  effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
+  effectonce.processed_forever, effectonce.maintenance, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
 GRANT UPDATE, DELETE ON effectonce.outbox_dead, effectonce.parked_messages TO effectonce_operator;

@@ -31,7 +31,7 @@ func newExplain(s *cli.Settings) *cobra.Command {
 		Use:   "explain ID",
 		Short: "Show where a message or a request is: idempotency key, outbox, topic, claims, parked, children",
 		Long: `Show the history of a message: schedule, outbox row and what each relay did with it, records in topics, claims, failed
-attempts, parking, messages of its handlers, operators' actions.
+parking, messages of its handlers, operators' actions.
 
 ID is a message ID (as the message carries it, or as in logs), topic/partition/offset, or a request's idempotency key. A
 request's messages are found under Key.ChildID of its phases.
@@ -233,9 +233,6 @@ func events(x *inspect.Explanation) (all []event) {
 			forever = ", forever"
 		}
 		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), terminal.Plain(c.Group), c.ID, forever)
-	}
-	for _, a := range x.Attempts {
-		add(a.UpdatedAt, "failed", "%s: %s, the last: %s", consumerText(a.Consumer), human.Count(a.Attempts, "attempt"), terminal.Clip(a.Error, 200))
 	}
 	for i := range x.Parked {
 		m := &x.Parked[i]

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -36,7 +37,7 @@ var errParked = errors.New("parked by consumertest.Verify after the handler ran"
 type parkedOnce struct{}
 
 func (parkedOnce) middleware() consumer.Middleware {
-	return consumer.Around(func(ctx context.Context, msgs []*consumer.Message, next func(ctx context.Context) error) error {
+	return consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(ctx context.Context) error) error {
 		if err := next(ctx); err != nil {
 			return err
 		}

@@ -1,6 +1,6 @@
 // Package protobuf decodes Kafka messages whose values are protocol buffers.
 //
-//	handler := consumer.Decoded(protobuf.Decoder[orderpb.Order](),
+//	handler := consumer.Decode(protobuf.Decoder[orderpb.Order](),
 //		func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, order *orderpb.Order) error {
 //			_, err := tx.Exec(ctx, `INSERT INTO invoice (order_id, cents) VALUES ($1, $2)`, order.GetId(), order.GetCents())
 //			return err

@@ -78,6 +78,9 @@ func (t *transaction) Leave(error) {
 	}
 }
 
+// Statement implements handlertx.Gate.
+func (t *transaction) Statement(string) {}
+
 // Misused implements handlertx.Gate.
 func (t *transaction) Misused(err error) error {
 	t.fault.CompareAndSwap(nil, &err)

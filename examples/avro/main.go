@@ -77,7 +77,7 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	if err != nil {
 		return err
 	}
-	c, err := consumer.New(s.Pool, s.Kafka(), consumer.Decoded(orders, invoice), consumer.Config{
+	c, err := consumer.New(s.Pool, s.Kafka(), consumer.Decode(orders, invoice), consumer.Config{
 		Schema: schema, Group: "billing-" + s.Topic, Topics: []string{s.Topic}, ParkShareMax: 1, // half of these messages are bad on purpose
 	})
 	if err != nil {

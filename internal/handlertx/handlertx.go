@@ -25,6 +25,8 @@ type Gate interface {
 	Leave(err error)
 	// Failed is called for a statement that failed: the handler may hide it.
 	Failed(err error)
+	// Statement is called for each statement, before it is sent.
+	Statement(sql string)
 	// Misused records a use that is forbidden to handlers, and returns it.
 	Misused(err error) error
 }
@@ -66,12 +68,7 @@ const ours = "effectonce_"
 // are not written yet. A statement that it does not detect fails at the server: see refuse_commit
 // in the migrations.
 func (v *Tx) Refuse(sql string) error {
-	sql = strings.TrimLeft(sql, " \t\r\n;(")
-	end := strings.IndexFunc(sql, func(r rune) bool { return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') })
-	if end < 0 {
-		end = len(sql)
-	}
-	switch strings.ToLower(sql[:end]) {
+	switch verb, _ := Verb(sql); verb {
 	case "commit", "end", "abort", "prepare":
 	case "savepoint", "release":
 		if !strings.Contains(strings.ToLower(sql), ours) {
@@ -88,6 +85,28 @@ func (v *Tx) Refuse(sql string) error {
 	return v.gate.Misused(ErrNotYours)
 }
 
+// Verb returns the first word of a statement in lower case, and what follows. It skips comments, with
+// which generated statements begin.
+func Verb(sql string) (verb, rest string) {
+	for {
+		sql = strings.TrimLeft(sql, " \t\r\n;(")
+		end := ""
+		switch {
+		case strings.HasPrefix(sql, "--"):
+			end = "\n"
+		case strings.HasPrefix(sql, "/*"):
+			end = "*/"
+		default:
+			n := 0
+			for n < len(sql) && (sql[n]|0x20 >= 'a' && sql[n]|0x20 <= 'z') {
+				n++
+			}
+			return strings.ToLower(sql[:n]), sql[n:]
+		}
+		_, sql, _ = strings.Cut(sql[2:], end)
+	}
+}
+
 // Exec implements pgx.Tx.
 func (v *Tx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
 	if err := v.Refuse(sql); err != nil {
@@ -101,6 +120,7 @@ func (v *Tx) exec(ctx context.Context, sql string, args ...any) (tag pgconn.Comm
 		return tag, err
 	}
 	defer func() { v.leave(err) }()
+	v.gate.Statement(sql)
 	return v.conn.Exec(ctx, sql, args...)
 }
 
@@ -120,6 +140,7 @@ func (v *Tx) Query(ctx context.Context, sql string, args ...any) (rows pgx.Rows,
 		return failedRows{err}, err
 	}
 	defer func() { v.leave(err) }()
+	v.gate.Statement(sql)
 	rows, err = v.conn.Query(ctx, sql, args...) //nolint:sqlclosecheck // the caller's
 	return watched{rows, v.gate}, err
 }
@@ -209,6 +230,9 @@ func (v *Tx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 		return pgx.FailedBatchResults(b, err)
 	}
 	defer v.gate.Leave(nil)
+	for _, query := range b.QueuedQueries {
+		v.gate.Statement(query.SQL)
+	}
 	return watchedBatch{v.conn.SendBatch(ctx, b), v.gate}
 }
 

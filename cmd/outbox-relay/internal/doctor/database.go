@@ -170,7 +170,7 @@ func operatorRights(schema string) []right {
 	}
 	for _, table := range []string{
 		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",
-		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
+		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "fences", "pending_requests",
 		"outbox_backlog",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})

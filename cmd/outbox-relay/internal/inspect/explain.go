@@ -37,7 +37,6 @@ type Explanation struct {
 	// handled it, or parked it and an operator decided, and forgot the claim when its window was
 	// over. Consumers that deduplicate by position keep no claims.
 	Passed   []Passed          `json:"passed"`
-	Attempts []Attempt         `json:"attempts"`
 	Parked   []held.Row        `json:"parked"`
 	Children []Row             `json:"children"` // what its handlers published into this outbox
 	Actions  []operator.Action `json:"actions"`
@@ -128,16 +127,6 @@ type Passed struct {
 	Position int64  `json:"position"` // offset of the next message
 	// WindowSeconds is how long claims are kept; null: forever.
 	WindowSeconds *float64 `json:"window_seconds"`
-}
-
-// Attempt is a row of message_attempts: handlers failed on the message, and it is neither done nor
-// parked.
-type Attempt struct {
-	ID        uuid.UUID `json:"id"`
-	Consumer  string    `json:"consumer"`
-	Attempts  int32     `json:"attempts"`
-	Error     string    `json:"error"`
-	UpdatedAt time.Time `json:"updated_at"`
 }
 
 // Explain finds a message by its ID or its place. Without kafka (nil) topics are not searched. A
@@ -282,9 +271,9 @@ func (n *names) sorted() []uuid.UUID {
 func (e *explainer) result() *Explanation {
 	x := e.out
 	x.IDs = e.names.sorted()
-	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Attempts)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
+	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
 	x.IDs, x.Outbox, x.Dead, x.Scheduled, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Scheduled), some(x.Records)
-	x.Claims, x.Attempts, x.Parked, x.Passed = some(x.Claims), some(x.Attempts), some(x.Parked), some(x.Passed)
+	x.Claims, x.Parked, x.Passed = some(x.Claims), some(x.Parked), some(x.Passed)
 	x.Requests = some(x.Requests)
 	x.Children, x.Actions = some(x.Children), some(x.Actions)
 	return x

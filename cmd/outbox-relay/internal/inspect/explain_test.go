@@ -82,7 +82,6 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 	consume(t, pool, topic, consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		return consumer.Permanent(errors.New("no such account"))
 	}), "SELECT count(*) = 2 FROM effectonce.parked_messages")
-	exec(t, pool, `INSERT INTO effectonce.message_attempts SELECT consumer, message_id, 3, 'slow' FROM effectonce.parked_messages`)
 	exec(t, pool, `INSERT INTO effectonce.operator_actions (who, what, why, subject)
 		SELECT 'ana', 'parked.retry', 'why not', jsonb_build_object('message_id', message_id) FROM effectonce.parked_messages`)
 	hash := scalar[string](t, pool, "SELECT effectonce.message_id('shop', 'order-7')::text")
@@ -95,8 +94,6 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 		require.Len(t, x.Parked, 1, asked)
 		assert.Equal(t, "permanent", x.Parked[0].Reason)
 		assert.Len(t, x.Claims, 1, asked)
-		require.Len(t, x.Attempts, 1, asked)
-		assert.EqualValues(t, 3, x.Attempts[0].Attempts)
 		require.Len(t, x.Actions, 1, asked)
 		assert.Equal(t, "ana", *x.Actions[0].Stated)
 		assert.Empty(t, x.Outbox)

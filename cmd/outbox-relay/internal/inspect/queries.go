@@ -71,11 +71,6 @@ SELECT c.name, c.consumer_group, p.next_offset, extract(epoch FROM c.dedup_windo
 FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
 WHERE p.topic = $1::text AND p.partition = $2::int AND p.next_offset > $3::bigint ORDER BY c.name`
 
-const attemptsSQL = `-- inspect.attempts
-SELECT a.message_id, coalesce(c.name, 'consumer ' || a.consumer::text), a.attempts, coalesce(a.error, ''), a.updated_at
-FROM effectonce.message_attempts a LEFT JOIN effectonce.consumers c ON c.id = a.consumer
-WHERE a.message_id = ANY ($1::uuid[]) ORDER BY a.updated_at`
-
 // parkedSQL also finds messages by the places of their records in Kafka: a message without an ID, and
 // one whose ID another message has, is known by that alone.
 const parkedSQL = `-- inspect.parked

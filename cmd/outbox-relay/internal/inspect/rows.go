@@ -119,7 +119,7 @@ func (e *explainer) consumerTopics(ctx context.Context) ([]string, error) {
 	return all, wrap("read the consumers' topics", err)
 }
 
-// readConsumers reads claims, attempts and parked messages.
+// readConsumers reads claims and parked messages.
 func (e *explainer) readConsumers(ctx context.Context) error {
 	ids := asBytes(e.names.sorted())
 	rows, err := e.db.Query(ctx, inSchema(claimsSQL, e.Schema), ids)
@@ -132,17 +132,6 @@ func (e *explainer) readConsumers(ctx context.Context) error {
 	})
 	if err != nil {
 		return wrap("read claims", err)
-	}
-	rows, err = e.db.Query(ctx, inSchema(attemptsSQL, e.Schema), ids)
-	if err != nil {
-		return wrap("read attempts", err)
-	}
-	e.out.Attempts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Attempt, err error) {
-		err = row.Scan((*[16]byte)(&a.ID), &a.Consumer, &a.Attempts, &a.Error, &a.UpdatedAt)
-		return a, err
-	})
-	if err != nil {
-		return wrap("read attempts", err)
 	}
 	places := make([]Place, 0, len(e.out.Records)+1)
 	for _, record := range e.out.Records {
@@ -239,8 +228,7 @@ func (e *explainer) readPassed(ctx context.Context) error {
 		}
 		for _, p := range found {
 			claimed := slices.ContainsFunc(e.out.Claims, func(c Claim) bool { return c.Consumer == p.Consumer })
-			waits := slices.ContainsFunc(e.out.Parked, func(m held.Row) bool { return m.Consumer == p.Consumer }) ||
-				slices.ContainsFunc(e.out.Attempts, func(a Attempt) bool { return a.Consumer == p.Consumer })
+			waits := slices.ContainsFunc(e.out.Parked, func(m held.Row) bool { return m.Consumer == p.Consumer })
 			if !claimed && !waits {
 				e.out.Passed = append(e.out.Passed, p)
 			}

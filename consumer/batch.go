@@ -62,32 +62,6 @@ func (e *engine) bounded(ctx context.Context) (context.Context, context.CancelFu
 	return context.WithTimeout(ctx, e.answerMax())
 }
 
-// position is a partition's position as its current holder knows it.
-type position struct {
-	topic     string
-	partition int32
-	epoch     int64
-	// stored is next_offset as this holder last saw it; nil: none.
-	stored *int64
-	// handledFrom: this consumer has handled everything from this offset up to stored, or up to
-	// handledTo if that is set. See handled.
-	handledFrom int64
-	handledTo   *int64
-	// stuck is how many consecutive holders ended without a clean release and without finishing any
-	// message.
-	stuck int
-	// server is the start time of the server on which the position was taken over. After a failover
-	// it differs.
-	server time.Time
-}
-
-// renew copies another takeover of the same partition. It does not write topic and partition:
-// others read them concurrently.
-func (p *position) renew(other *position) {
-	p.epoch, p.stored, p.handledFrom, p.handledTo = other.epoch, other.stored, other.handledFrom, other.handledTo
-	p.stuck, p.server = other.stuck, other.server
-}
-
 // work is the input of one transaction: messages of one partition, in order, either all from Kafka
 // or all from parked_messages.
 type work struct {
@@ -110,7 +84,8 @@ func (w *work) released() bool { return w.msgs[0].row != 0 }
 // outcome is what a transaction committed.
 type outcome struct {
 	fresh, duplicates     int
-	conflicts             int // dropped
+	conflicts             int  // dropped
+	apart                 bool // the position was not advanced
 	parked                []Parked
 	claim, handle, commit time.Duration
 	unheld                [][]byte // keys that are no longer held
@@ -160,7 +135,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	}
 	out.unheld = unheld(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
-	out.fresh, out.conflicts, out.parked = len(s.handle), claimed.dropped, s.report()
+	out.apart, out.fresh, out.conflicts, out.parked = w.apart, len(s.handle), claimed.dropped, s.report()
 	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)
 	return out, nil
 }
@@ -280,7 +255,7 @@ func claims(msgs []*Message) []dedup.Message {
 func (w *work) ahead() []bool {
 	fresh := make([]bool, len(w.msgs))
 	for i, msg := range w.msgs {
-		fresh[i] = w.pos.stored == nil || msg.Offset >= *w.pos.stored
+		fresh[i] = msg.Offset >= w.pos.next.Load()
 	}
 	return fresh
 }
@@ -352,9 +327,9 @@ func (e *engine) queuePosition(batch *pgx.Batch, w *work, stored *int64) {
 	case w.released():
 		batch.Queue(e.sql.check, append(args, nil)...)
 	case w.apart:
-		batch.Queue(e.sql.check, append(args, w.pos.stored)...)
+		batch.Queue(e.sql.check, append(args, w.pos.stored())...)
 	default:
-		batch.Queue(e.sql.advance, append(args, w.pos.stored, last.next(), last.Time)...).
+		batch.Queue(e.sql.advance, append(args, w.pos.stored(), last.next(), last.Time)...).
 			QueryRow(func(row pgx.Row) error { return row.Scan(stored) })
 	}
 }

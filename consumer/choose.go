@@ -153,9 +153,9 @@ func (e *engine) expired(w *work, msg *Message, forgotten time.Time) *parking {
 	if !e.expires() {
 		return nil
 	}
-	if p := w.pos; p.handled(msg.Offset) {
-		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was already handled (as were offsets %d to %d), and the message's claim was forgotten since then: it is not run again",
-			msg.Offset, p.handledFrom, *p.handledBefore()-1)}
+	if w.pos.isHandled(msg.Offset) {
+		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was already handled (as were all from offset %d on), and the message's claim was forgotten since then: it is not run again",
+			msg.Offset, w.pos.handled.from)}
 	}
 	if forgotten.IsZero() {
 		return nil

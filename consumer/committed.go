@@ -1,12 +1,14 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -27,7 +29,6 @@ const (
 	commitOurs                        // a consumer of this library, for this topic
 	commitStale                       // the same, for an earlier topic of this name in this cluster
 	commitMoved                       // the same, and another program changed the offset afterwards
-	commitRewind                      // a consumer of this library that has not finished a rewind
 	commitForeign                     // another program, or a mirror of another cluster
 )
 
@@ -41,8 +42,6 @@ func (o commitOrigin) String() string {
 		return "of an earlier topic"
 	case commitMoved:
 		return "moved by another program"
-	case commitRewind:
-		return "an earlier rewind that is not finished"
 	default:
 		return "committed by another program"
 	}
@@ -50,18 +49,12 @@ func (o commitOrigin) String() string {
 
 // The metadata of a commit names the log that it belongs to. Otherwise an offset of a topic that
 // was deleted and recreated, or one that a mirror translated for another cluster, would look like
-// an offset of this log. The metadata also records that the offset is behind the position because
-// of a rewind: messages after it must still be handled.
+// an offset of this log.
 const commitVersion = "effectonce/1"
 
-// commitMetadata is the inverse of parseCommit. rewind is where an unfinished rewind began; -1:
-// none.
-func commitMetadata(cluster string, topicID uuid.UUID, offset, rewind int64) string {
-	text := fmt.Sprintf("%s cluster=%s topic=%s offset=%d", commitVersion, cluster, topicID, offset)
-	if rewind >= 0 {
-		text += fmt.Sprintf(" rewind=%d", rewind)
-	}
-	return text
+// commitMetadata is the inverse of parseCommit.
+func commitMetadata(cluster string, topicID uuid.UUID, offset int64) string {
+	return fmt.Sprintf("%s cluster=%s topic=%s offset=%d", commitVersion, cluster, topicID, offset)
 }
 
 // parsedCommit is the metadata of a commit by this library.
@@ -69,7 +62,6 @@ type parsedCommit struct {
 	cluster string
 	topicID uuid.UUID
 	offset  int64
-	rewind  int64 // where an unfinished rewind began; -1: none
 }
 
 func parseCommit(metadata string) (c parsedCommit, ok bool) {
@@ -77,7 +69,7 @@ func parseCommit(metadata string) (c parsedCommit, ok bool) {
 	if len(fields) == 0 || fields[0] != commitVersion {
 		return c, false
 	}
-	c.offset, c.rewind = -1, -1
+	c.offset = -1
 	var problems error
 	for _, field := range fields[1:] {
 		var err error
@@ -88,8 +80,6 @@ func parseCommit(metadata string) (c parsedCommit, ok bool) {
 			c.topicID, err = uuid.Parse(value)
 		case "offset":
 			c.offset, err = strconv.ParseInt(value, 10, 64)
-		case "rewind":
-			c.rewind, err = strconv.ParseInt(value, 10, 64)
 		}
 		problems = errors.Join(problems, err)
 	}
@@ -109,181 +99,152 @@ func (c *committedOffset) origin(log *topicLog) commitOrigin {
 		return commitMoved
 	case said.topicID != uuid.Nil && log.topicID != uuid.Nil && said.topicID != log.topicID:
 		return commitStale
-	case said.rewind >= 0:
-		return commitRewind
 	default:
 		return commitOurs
 	}
 }
 
-// done is the offset up to which a partition is done, to be committed to Kafka.
-type done struct {
-	topicID uuid.UUID
-	offset  int64
-	rewind  int64 // where a rewind began that has not reached the position yet; -1: none
+// String returns the committed offset for a log line.
+func (c *committedOffset) String() string {
+	if c == nil {
+		return "none"
+	}
+	return fmt.Sprint(c.offset)
 }
 
 // mark records that the messages of a partition before offset next are done.
-func (s *session) mark(topic string, partition int32, next int64) {
+func (s *session) mark(p *partition, next int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	key := topicPartition{topic, partition}
-	a := s.assignments[key]
-	if a == nil {
-		return
-	}
-	rewind := int64(-1)
-	if next < a.position {
-		rewind = a.begins
-	}
-	s.marks[key] = done{a.topicID, next, rewind}
-	a.position, a.reached = max(a.position, next), next
-	a.widen = a.widen || a.begins < a.handledFrom && next >= a.handledFrom
-}
-
-// widen extends the stored handled range to the start of a rewind that began before that range and
-// has now reached it. A later rewind, after claims were forgotten, must not handle these messages
-// again.
-func (s *session) widen(ctx context.Context) error {
-	group, sql := s.engine.cfg.Group, s.engine.sql.widen
-	for {
-		s.mu.Lock()
-		var key topicPartition
-		var a *assignment
-		var epoch int64
-		for at, one := range s.assignments {
-			if one.widen {
-				key, a, epoch = at, one, one.epoch
-				break
-			}
-		}
-		s.mu.Unlock()
-		if a == nil {
-			return nil
-		}
-		tag, err := s.engine.pool.Exec(ctx, sql, group, key.topic, key.partition, epoch, a.begins)
-		if err != nil {
-			return fmt.Errorf("store what a rewind worked through: %w", err)
-		}
-		if tag.RowsAffected() == 0 {
-			return nil // the position is being taken over again; the next commit retries
-		}
-		s.mu.Lock()
-		a.widen, a.handledFrom = false, a.begins
-		s.mu.Unlock()
+	if a := s.assignments[p.key()]; a != nil && a.pos == p.pos {
+		a.mark, a.reached = next, next
 	}
 }
 
-// commitMarks commits the marked offsets. After a failure the next holder may see a few duplicates.
+// commitMarks commits the marked offsets to Kafka. They are advisory: after a failure the next holder
+// may see a few duplicates.
 func (s *session) commitMarks(ctx context.Context) {
 	s.committing.Lock() // a session that ends waits for a commit in progress
 	defer s.committing.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
-	if err := s.widen(ctx); err != nil {
-		s.engine.cfg.Logger.WarnContext(ctx, "could not store the handled range of a rewind; will retry", "group", s.engine.cfg.Group, "error", err)
-	}
-	s.mu.Lock()
-	marks := s.marks
-	s.marks = map[topicPartition]done{}
-	s.mu.Unlock()
-	if len(marks) == 0 {
-		return
-	}
-	if err := s.commitOffsets(ctx, marks); err != nil {
-		s.markAgain(marks)
-		s.engine.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.engine.cfg.Group, "error", err)
-	}
-}
-
-// markAgain keeps offsets that could not be committed for the next commit, unless a newer offset
-// was marked or the partition was revoked.
-func (s *session) markAgain(marks map[topicPartition]done) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for key, mark := range marks {
-		if _, newer := s.marks[key]; !newer && s.assignments[key] != nil {
-			s.marks[key] = mark
-		}
-	}
-}
-
-// commitOffsets commits offsets with metadata, which the client's own commits cannot carry.
-func (s *session) commitOffsets(ctx context.Context, marks map[topicPartition]done) error {
 	offsets := map[string]map[int32]kgo.EpochOffset{}
-	for key, mark := range marks {
+	topicIDs := map[topicPartition]uuid.UUID{}
+	s.mu.Lock()
+	cluster := s.cluster
+	for key, a := range s.assignments {
+		if a.mark < 0 {
+			continue
+		}
 		if offsets[key.topic] == nil {
 			offsets[key.topic] = map[int32]kgo.EpochOffset{}
 		}
-		offsets[key.topic][key.partition] = kgo.EpochOffset{Epoch: -1, Offset: mark.offset}
+		offsets[key.topic][key.partition] = kgo.EpochOffset{Epoch: -1, Offset: a.mark}
+		topicIDs[key], a.mark = a.topicID, -1
 	}
-	cluster := s.clusterID()
+	s.mu.Unlock()
+	if len(offsets) == 0 {
+		return
+	}
 	ctx = kgo.PreCommitFnContext(ctx, func(request *kmsg.OffsetCommitRequest) error {
 		for _, topic := range request.Topics {
 			for i := range topic.Partitions {
 				p := &topic.Partitions[i]
-				mark := marks[topicPartition{topic.Topic, p.Partition}]
-				text := commitMetadata(cluster, mark.topicID, p.Offset, mark.rewind)
-				p.Metadata = &text
+				text := commitMetadata(cluster, topicIDs[topicPartition{topic.Topic, p.Partition}], p.Offset)
+				p.Metadata = &text // the client's own commits cannot carry any
 			}
 		}
 		return nil
 	})
 	var failed error
 	s.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, _ *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, err error) {
-		failed = err
-		if err == nil {
+		if failed = err; err == nil {
 			failed = commitError(response)
 		}
 	})
-	return failed
-}
-
-// forget drops the state of partitions that another member may now hold; nil: all.
-func (s *session) forget(keys map[string][]int32) {
+	if failed == nil {
+		return
+	}
+	s.engine.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.engine.cfg.Group, "error", failed)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if keys == nil {
-		clear(s.marks)
-		for _, a := range s.assignments {
-			a.become(StateUnassigned, nil)
-		}
-		clear(s.assignments)
-	}
-	for topic, numbers := range keys {
-		for _, number := range numbers {
-			key := topicPartition{topic, number}
-			if a := s.assignments[key]; a != nil {
-				a.become(StateUnassigned, nil)
-			}
-			delete(s.marks, key)
-			delete(s.assignments, key)
+	for key := range topicIDs { // again with the next commit, unless there is a newer mark
+		if a := s.assignments[key]; a != nil && a.mark < 0 {
+			a.mark = offsets[key.topic][key.partition].Offset
 		}
 	}
 }
 
-// keepCommitting commits the marked offsets to Kafka every markEvery.
-func (s *session) keepCommitting(ctx context.Context) {
-	ticker := time.NewTicker(markEvery)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-			s.commitMarks(ctx)
+// contact is a topic with which this may be the group's first contact.
+type contact struct {
+	topic      string
+	topicID    uuid.UUID
+	partitions int32
+	rows       []firstPosition // to be stored together, before the partitions are acquired
+}
+
+// firstPosition is where a partition of such a topic begins; nil: at its start, or at Kafka's
+// offset.
+type firstPosition struct {
+	partition int32
+	next      *int64
+}
+
+// contacts lists the topics whose first contact can be stored now. With StartLatest that needs an
+// answer about every partition.
+func (a topicLogs) contacts(start Start) []contact {
+	byTopic := map[string]map[int32]*topicLog{}
+	for key, log := range a.logs {
+		if byTopic[key.topic] == nil {
+			byTopic[key.topic] = map[int32]*topicLog{}
+		}
+		byTopic[key.topic][key.partition] = log
+	}
+	var contacts []contact
+	for _, topic := range slices.Sorted(maps.Keys(byTopic)) {
+		logs, count := byTopic[topic], a.counts[topic]
+		if start == StartLatest && len(logs) < int(count) {
+			continue
+		}
+		for _, log := range logs {
+			contacts = append(contacts, contact{topic: topic, topicID: log.topicID, partitions: count, rows: firstPositions(start, logs)})
+			break
 		}
 	}
+	return contacts
 }
 
-func (s *session) clusterID() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.cluster
+// firstPositions returns the positions to store at the group's first contact with a topic.
+// Config.Start counts only here: the group was already subscribed when the first records of a
+// recreated topic, or of a partition that was added later, arrived.
+func firstPositions(start Start, logs map[int32]*topicLog) []firstPosition {
+	if start != StartLatest {
+		return nil
+	}
+	rows := make([]firstPosition, 0, len(logs))
+	for number, log := range logs {
+		row := firstPosition{partition: number}
+		if origin := log.committed.origin(log); origin == commitNone || origin == commitStale {
+			row.next = &log.end
+		}
+		rows = append(rows, row)
+	}
+	slices.SortFunc(rows, func(a, b firstPosition) int { return cmp.Compare(a.partition, b.partition) })
+	return rows
 }
 
-func (s *session) setClusterID(id string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.cluster = id
+func contactArguments(group string, contacts []contact) []any {
+	var topics, rowTopics []string
+	var ids, rowIDs []*[16]byte
+	var counts, numbers []int32
+	var nexts []*int64
+	for _, met := range contacts {
+		id := nullable(met.topicID)
+		topics, ids, counts = append(topics, met.topic), append(ids, id), append(counts, met.partitions)
+		for _, row := range met.rows {
+			rowTopics, rowIDs = append(rowTopics, met.topic), append(rowIDs, id)
+			numbers, nexts = append(numbers, row.partition), append(nexts, row.next)
+		}
+	}
+	return []any{group, topics, ids, counts, rowTopics, rowIDs, numbers, nexts}
 }

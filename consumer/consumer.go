@@ -23,22 +23,18 @@ import (
 
 // Consumer runs a handler over the messages of a consumer group's topics.
 type Consumer struct {
-	engine    *engine
-	kafka     []kgo.Opt
-	owner     string
-	lookEvery time.Duration
-	idleEvery time.Duration
-	// countEvery is how often parked messages are counted.
-	countEvery time.Duration
+	engine     *engine
+	kafka      []kgo.Opt
+	owner      string
+	watchEvery time.Duration
+	lookEvery  time.Duration
+	idleEvery  time.Duration
 
-	phase         atomic.Pointer[phaseNow]
-	changes       *changes
-	ids           map[string]dedup.Consumer // by topic; written before a session starts
-	names         map[string]string         // the consumer's name, by topic; as ids
-	rules         map[string]dedup.IDRule   // how messages get their IDs, by topic; as ids
-	warnedRules   map[string]bool           // names whose other rule in Config was logged
-	warnedWindows map[string]bool           // names whose other window was logged
-	session       atomic.Pointer[session]   // the last one
+	phase   atomic.Pointer[phaseNow]
+	ids     map[string]dedup.Consumer // by topic; written before a session starts
+	names   map[string]string         // the consumer's name, by topic; as ids
+	rules   map[string]dedup.IDRule   // how messages get their IDs, by topic; as ids
+	session atomic.Pointer[session]   // the last one
 }
 
 // ErrNotPrimary is returned by Run if the database is a standby. Nothing was consumed. Remedy:
@@ -74,9 +70,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 		return nil, err
 	}
 	c := &Consumer{
-		engine: engine, kafka: kafka, owner: bounds.Owner(), lookEvery: lookEvery, idleEvery: idleEvery, countEvery: countEvery,
-		changes: newChanges(cfg.Hooks.State != nil),
-	}
+		engine: engine, kafka: kafka, owner: bounds.Owner(), watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery}
 	c.enter(PhaseStopped, nil)
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
@@ -124,13 +118,6 @@ func (c *Consumer) Run(ctx context.Context) (err error) {
 	defer func() {
 		c.engine.cfg.Logger.InfoContext(ctx, "consumer stopped", "group", c.engine.cfg.Group, "ran_for", readable(time.Since(began)))
 	}()
-	if c.changes.wanted {
-		ended := make(chan struct{})
-		var telling sync.WaitGroup
-		telling.Go(func() { c.changes.passOn(c.engine, ended) })
-		defer telling.Wait()
-		defer close(ended)
-	}
 	var upkeep sync.WaitGroup
 	defer upkeep.Wait()
 	upkeep.Go(func() { c.engine.claims.KeepUp(ctx, c.engine.pool, c.owner, c.engine.cfg.Logger) })
@@ -210,22 +197,20 @@ func (c *Consumer) prepare(ctx context.Context) error {
 			return err
 		}
 		ids[topic], named[topic], rules[topic] = id, name, id.IDRule()
-		c.warnRule(ctx, name, wanted, rules[topic])
-		c.warnWindow(ctx, name, id.Replaced())
+		if c.ids == nil {
+			c.warnRule(ctx, name, wanted, rules[topic])
+			c.warnWindow(ctx, name, id.Replaced())
+		}
 	}
 	c.ids, c.names, c.rules = ids, named, rules
 	return nil
 }
 
-// warnWindow logs once per name that another dedup window was registered before.
+// warnWindow logs that another dedup window was registered before.
 func (c *Consumer) warnWindow(ctx context.Context, name string, replaced time.Duration) {
-	if replaced == 0 || c.warnedWindows[name] {
+	if replaced == 0 {
 		return
 	}
-	if c.warnedWindows == nil {
-		c.warnedWindows = map[string]bool{}
-	}
-	c.warnedWindows[name] = true
 	c.engine.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
 		"maintenance uses the window that was registered last: configure the same window in all replicas", "group", c.engine.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.engine.cfg.Window.String())
 }

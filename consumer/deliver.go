@@ -5,12 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
+	"math"
 	"sync"
-	"sync/atomic"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // Delivered counts the results of messages.
@@ -51,126 +52,55 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 	return sum, nil
 }
 
+// deliver handles the records of a partition. If its position is refused, it acquires the partition
+// again and handles what is left: the claims and the position show what is done.
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
 	take := hold{topicPartition: key}
 	for _, record := range records {
 		take.offsets = append(take.offsets, record.Offset)
 	}
-	taken, err := c.hold(ctx, []hold{take}, nil)
-	if err != nil {
-		return err
-	}
-	pos := taken[0].pos
-	l := c.newLane(ctx, pos, nil)
-	var counting sync.Mutex
-	l.committed = func(_ *Message, out outcome) {
-		counting.Lock()
-		defer counting.Unlock()
-		sum.Fresh += out.fresh
-		sum.Duplicates += out.duplicates
-		sum.Parked += len(out.parked)
-	}
-	l.regain = func(ctx context.Context) error {
-		before := pos.stored
-		again, err := c.hold(ctx, []hold{take}, nil)
+	var before *int64
+	for attempt := 1; ; attempt++ {
+		taken, err := c.hold(ctx, []hold{take}, nil)
 		if err != nil {
 			return err
 		}
-		pos.renew(again[0].pos)
-		if before != nil && (pos.stored == nil || *pos.stored < *before) {
+		pos := taken[0].pos
+		if before != nil && pos.next.Load() < *before {
 			return errWentBack // what this call counted may be lost: delivering all records again is safe
 		}
-		return nil
-	}
-	l.restart = func(err error) { cancel(err) }
-	if err := l.loadHeld(ctx); err != nil {
-		return err
-	}
-	if err := l.releaseAll(ctx); err != nil {
-		return err
-	}
-	for len(records) > 0 {
-		n := min(len(records), c.engine.cfg.BatchMax)
-		batch := make([]queued, n)
-		for i, record := range records[:n] {
-			batch[i] = queued{record: record}
+		p := c.newPartition(ctx, nil, pos, uuid.Nil)
+		var mu sync.Mutex // workers share what follows
+		var refused error
+		p.lane.committed = func(_ *Message, out outcome) {
+			mu.Lock()
+			defer mu.Unlock()
+			sum.Fresh += out.fresh
+			sum.Duplicates += out.duplicates
+			sum.Parked += len(out.parked)
 		}
-		msgs := l.messages(batch, uuid.Nil)
-		if c.engine.cfg.Order == OrderByPartition {
-			if !l.process(msgs) { //nolint:contextcheck // the lane has its own
-				return context.Cause(ctx)
-			}
-		} else if err := l.processTogether(msgs); err != nil { //nolint:contextcheck // as above
-			return cmp.Or(context.Cause(ctx), err)
+		p.lane.refused = func(f *failure) {
+			mu.Lock()
+			defer mu.Unlock()
+			refused = f
 		}
-		records = records[n:]
-	}
-	if err := l.releaseAll(ctx); err != nil {
-		return err
-	}
-	return c.giveUp(ctx, []*position{pos})
-}
-
-// releaseAll retries the parked messages that are due, until none is.
-func (l *lane) releaseAll(ctx context.Context) error {
-	for {
-		list, err := l.due(ctx)
-		if err != nil || len(list) == 0 {
-			return err
+		p.finite = true
+		p.queue.start(math.MinInt64)
+		p.queue.add(records)
+		p.consume()
+		p.cancel()
+		switch {
+		case p.ended:
+			return c.giveUp(ctx, []*position{pos})
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case refused == nil || c.engine.cfg.Order != OrderByPartition:
+			return cmp.Or(refused, errNotDone)
 		}
-		if err := l.release(ctx, list); err != nil || l.stopped() {
-			return cmp.Or(err, context.Cause(ctx), errNotDone)
-		}
+		p.lane.said.warn(p.lane, "the position was refused; it is acquired again", refused)
+		records, before = records[p.taken:], pos.stored()
+		pause.For(ctx, c.engine.backoff(attempt))
 	}
-}
-
-// processTogether handles messages with several workers, as a partition under Run does, and then
-// advances the position.
-func (l *lane) processTogether(msgs []*Message) error {
-	e := l.engine
-	seed, shares := maphash.MakeSeed(), make([][]*Message, e.cfg.Workers)
-	for i, msg := range msgs {
-		at := i % len(shares)
-		if e.cfg.Order == OrderByKey && msg.Key != nil {
-			at = int(maphash.Bytes(seed, msg.Key) % uint64(len(shares)))
-		}
-		shares[at] = append(shares[at], msg)
-	}
-	last := msgs[len(msgs)-1]
-	for _, msg := range msgs {
-		if msg.Offset > last.Offset {
-			last = msg
-		}
-	}
-	behind, at := last.next(), last.Time
-	pos := *l.work.pos // as the workers see it
-	var done atomic.Int32
-	var workers sync.WaitGroup
-	for _, share := range shares {
-		w := l.worker()
-		w.work.pos, w.committed = &pos, l.committed
-		// A refused position affects all workers: the call ends, and delivering again is safe.
-		w.regain = func(context.Context) error { return errWentBack }
-		workers.Go(func() {
-			if w.process(share) {
-				done.Add(1)
-			}
-		})
-	}
-	workers.Wait()
-	if int(done.Load()) < len(shares) {
-		return errNotDone
-	}
-	ctx, cancel := e.bounded(l.ctx)
-	defer cancel()
-	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, l.work.pos.topic, l.work.pos.partition, l.work.pos.epoch, l.work.pos.stored, behind, at, l.work.pos.server).
-		Scan(&l.work.pos.stored)
-	if err != nil {
-		return fmt.Errorf("advance the position: %w", err)
-	}
-	return nil
 }
 
 var errNotDone = errors.New("not all messages were handled: deliver them again")

@@ -70,9 +70,7 @@ func (e *Engine) apply(ctx context.Context, w *work) (outcome, error) {
 	if f != nil {
 		return outcome{}, f
 	}
-	if w.stored != nil {
-		w.pos.stored = w.stored
-	}
+	w.pos.set(w.stored)
 	return out, nil
 }
 
@@ -101,27 +99,24 @@ func IsFenced(err error) bool {
 	return errors.As(err, &f) && isFenced(nil, f)
 }
 
+// WatchEvery makes a consumer look after its partitions more often.
+func WatchEvery(c *Consumer, d time.Duration) { c.watchEvery = d }
+
 // LookEvery makes a consumer compare its partitions with their topics more often.
 func LookEvery(c *Consumer, d time.Duration) { c.lookEvery = d }
 
-// CountEvery makes a consumer count its parked messages more often.
-func CountEvery(c *Consumer, d time.Duration) { c.countEvery = d }
-
-// CountParkedSQL counts the parked messages of partitions, up to ParkedCountMax each.
 // ReleaseBytesMax is releaseBytesMax.
 const ReleaseBytesMax = releaseBytesMax
-
-const (
-	CountParkedSQL = countParkedSQL
-	ParkedCountMax = parkedCountMax
-)
 
 // Retake makes the running consumer decide again where a partition begins.
 func Retake(ctx context.Context, c *Consumer, topic string, partition int32) {
 	if s := c.session.Load(); s != nil {
-		s.retake(ctx, topicPartition{topic, partition}, "the test asks for it")
+		s.again(ctx, "the test asks for it", topicPartition{topic, partition})
 	}
 }
+
+// Rejoin makes the running consumer leave the group and join it again.
+func Rejoin(c *Consumer, why error) { c.session.Load().restart(why) }
 
 // State is the state of an assigned partition; empty: it is not assigned.
 func State(c *Consumer, topic string, partition int32) string {
@@ -179,7 +174,7 @@ func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64
 
 // CommitMetadata is what a consumer's own commits carry.
 func CommitMetadata(cluster string, topicID [16]byte, offset int64) string {
-	return commitMetadata(cluster, topicID, offset, -1)
+	return commitMetadata(cluster, topicID, offset)
 }
 
 // IdleEvery makes partitions without messages store sooner that they are behind control records.
@@ -193,13 +188,12 @@ const (
 	HeldNowSQL      = heldNowSQL
 	TouchHeadsSQL   = touchHeadsSQL
 	OrderRetriesSQL = orderRetriesSQL
-	RefuseLargeSQL  = refuseLargeSQL
 	DueSQL          = dueSQL
 	ReleaseSQL      = releaseSQL
 )
 
 // HandledFrom is the offset from which the partition was handled.
-func (at *Position) HandledFrom(offset int64) { at.p.handledFrom = offset }
+func (at *Position) HandledFrom(offset int64) { at.p.handled.from = offset }
 
 // ApplyApart is Apply as a worker does it: the position is advanced separately.
 func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {

@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"context"
 	"crypto/sha256"
 	"slices"
 	"sync"
@@ -35,16 +34,15 @@ func newFleet(p *partition) *fleet {
 
 func (f *fleet) runWorkers() {
 	cfg := &f.partition.engine.cfg
-	// A position that moved back, or has another holder, affects all workers.
-	f.partition.lane.regain = func(context.Context) error { return errWentBack }
 	for range cfg.Workers {
 		lane := f.partition.lane.worker()
 		f.workers.Go(func() { f.runWorker(lane) })
 	}
-	f.dispatch()
+	finished := f.dispatch()
+	f.partition.stop()
 	f.workers.Wait()
 	if f.partition.lane.ctx.Err() == nil {
-		f.advance()
+		f.partition.ended = f.advance() && finished
 	}
 }
 
@@ -52,16 +50,17 @@ func (f *fleet) runWorkers() {
 // of a single transaction.
 func (l *lane) worker() *lane {
 	w := &lane{
-		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, alias: l.alias, idSources: l.idSources, breaker: l.breaker,
-		committed: func(*Message, outcome) {}, regain: l.regain, restart: l.restart, noted: l.noted, does: laneState{state: StateRunning}, size: l.size,
+		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, breaker: l.breaker, size: l.size,
+		committed: l.committed, refused: l.refused, noted: l.noted, scope: l.scope, alias: l.alias, does: laneState{state: StateRunning},
 	}
 	w.work.apart, w.work.asks = true, newAsks()
 	return w
 }
 
 // dispatch distributes messages to workers until the partition must stop or a worker ended. While
-// no message is in progress it does not wake up to store the position.
-func (f *fleet) dispatch() {
+// no message is in progress it does not wake up to store the position. It returns whether everything
+// is done that Deliver got.
+func (f *fleet) dispatch() (finished bool) {
 	p := f.partition
 	advance := time.NewTicker(advanceEvery)
 	advance.Stop()
@@ -81,6 +80,9 @@ func (f *fleet) dispatch() {
 			}
 		}
 		signal(f.lines.wake) // the topic may have been resumed
+		if p.finite && len(p.looked) == 0 && f.isIdle() && !p.finish() {
+			return p.ended
+		}
 		ok := true
 		select {
 		case <-p.queue.arrived:
@@ -95,14 +97,21 @@ func (f *fleet) dispatch() {
 		case <-p.idle.C:
 			ok = !f.track.idle() || p.advanceIdle()
 		case <-f.failed:
-			return
+			return false
 		case <-p.stopping:
-			return
+			return false
 		}
 		if !ok {
-			return
+			return false
 		}
 	}
+}
+
+// isIdle reports whether nothing waits and nothing is in progress.
+func (f *fleet) isIdle() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.releasing) == 0 && f.track.idle() && f.partition.queue.empty()
 }
 
 // alone copies each message into its own memory: the client reads many records into one buffer, and
@@ -200,10 +209,8 @@ func (f *fleet) runWorker(l *lane) {
 	}
 }
 
-// handle handles or parks messages, or postpones them. The transaction checks the position that was
-// last published.
+// handle handles or parks messages, or postpones them.
 func (f *fleet) handle(l *lane, msgs []*Message) bool {
-	l.work.pos = f.partition.current.Load()
 	later := map[*Message]bool{}
 	l.postpone = func(own []*Message, wait time.Duration, pause bool) {
 		for _, msg := range own {
@@ -222,7 +229,6 @@ func (f *fleet) handle(l *lane, msgs []*Message) bool {
 func (f *fleet) retry(l *lane, d due) bool {
 	var err error
 	if !f.partition.queue.isHalted() {
-		l.work.pos = f.partition.current.Load()
 		err = l.release(l.ctx, []due{d})
 	}
 	f.mu.Lock()
@@ -248,7 +254,7 @@ func (f *fleet) advance() bool {
 	if !f.partition.advance(low) {
 		return false
 	}
-	if f.partition.pos.stored != nil && *f.partition.pos.stored >= low.behind {
+	if f.partition.pos.next.Load() >= low.behind {
 		f.stored = low.behind
 	}
 	return true

@@ -65,7 +65,7 @@ func (e *engine) trusts(w *work) bool {
 	if w.asks == nil || len(w.msgs) < freshMin || w.asks.Load() > 0 {
 		return false
 	}
-	if w.pos.stored != nil && w.msgs[0].Offset < *w.pos.stored {
+	if w.msgs[0].Offset < w.pos.next.Load() {
 		return false
 	}
 	return !e.holdsKeys() || len(w.held.of(w.msgs)) == 0

@@ -29,15 +29,11 @@ func (c *Config) idRule() (rule dedup.IDRule, err error) {
 	return rule, err
 }
 
-// warnRule logs once per name that the stored rule derives other IDs than Config's rule.
+// warnRule logs that the stored rule derives other IDs than Config's rule.
 func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored dedup.IDRule) {
-	if stored.SameIDs(wanted) || c.warnedRules[name] {
+	if stored.SameIDs(wanted) {
 		return
 	}
-	if c.warnedRules == nil {
-		c.warnedRules = map[string]bool{}
-	}
-	c.warnedRules[name] = true
 	quote := func(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
 	c.engine.cfg.Logger.WarnContext(ctx, "the stored ID rule stays in effect, not the one of Config: with another ID a redelivered message would have a second effect. To switch, stop all consumers of the name and run: "+
 		"outbox-relay consumer id-rule "+quote(name)+" --set "+wantedText(wanted, quote)+" --why REASON", "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())

@@ -36,11 +36,9 @@ type lane struct {
 	size      int             // of the next batch: see pace
 
 	committed func(last *Message, out outcome)
-	// regain takes the position over again after it was fenced. errWentBack: the database lost
-	// commits.
-	regain func(ctx context.Context) error
-	// restart ends the session, so that the partition is assigned again.
-	restart func(error)
+	// refused is called when the position was refused: the lane stops, and the partition is acquired
+	// again.
+	refused func(f *failure)
 	// postpone takes messages that wait, of a worker, which continues with others; pause: the
 	// whole partition waits. Nil: the lane itself waits.
 	postpone func(msgs []*Message, wait time.Duration, pause bool)
@@ -48,8 +46,7 @@ type lane struct {
 	does  laneState
 	noted func(who any, does laneState) // called when does has changed; nil with Deliver
 
-	refused refusals // of the position, by another holder
-	said    repeated
+	said repeated
 	// saidParked is about messages that were parked without an attempt.
 	saidParked repeated
 }
@@ -138,7 +135,7 @@ func (l *lane) finish(msgs []*Message) bool {
 		case f.letter != nil:
 			f.letter.keep(f.err)
 		case v == verdictFenced:
-			ok = l.takeBack(f)
+			ok = l.fenced(f)
 		case v == verdictRepeat, v == verdictWait, v == verdictDivide && len(msgs) == 1:
 			waits++
 			ok = l.wait(waits, f)
@@ -223,9 +220,7 @@ func (l *lane) try(msgs []*Message) *failure {
 		return f
 	}
 	l.work.held.free(out.unheld)
-	if w.stored != nil {
-		l.work.pos.stored = w.stored
-	}
+	l.work.pos.set(w.stored)
 	l.said.end(l)
 	l.become(StateRunning, nil)
 	for _, msg := range msgs {
@@ -346,8 +341,15 @@ func (l *lane) retryIn(msg *Message, f *failure) time.Duration {
 	return wait
 }
 
+// fenced stops the lane: its partition is acquired again. It returns false.
+func (l *lane) fenced(f *failure) bool {
+	l.become(StateFenced, f.err)
+	l.refused(f)
+	return false
+}
+
 // mustTakeBack: without claims only the position shows whether a COMMIT without an answer was applied.
-// Taking the position over again also fences that COMMIT if it is still in progress.
+// Acquiring the position again also fences that COMMIT if it is still in progress.
 func (l *lane) mustTakeBack(f *failure) bool {
 	return l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit
 }
@@ -355,10 +357,7 @@ func (l *lane) mustTakeBack(f *failure) bool {
 // wait pauses after a failure that no message caused. It returns false if the lane must stop.
 func (l *lane) wait(waits int, f *failure) bool {
 	if l.mustTakeBack(f) {
-		if waits > 1 {
-			l.pause(l.engine.backoff(waits))
-		}
-		return l.takeBack(f)
+		return l.fenced(f)
 	}
 	wait, text := l.engine.backoff(waits), "partition waits for the database; nothing is lost"
 	if errors.Is(f.err, errPool) {

@@ -209,6 +209,7 @@ func (l *lines) done(s share) {
 	if s.due.seq != 0 {
 		l.retrying--
 	}
+	signal(l.room)
 	for _, from := range s.lines {
 		if !from.waits {
 			l.release(from)

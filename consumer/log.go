@@ -43,7 +43,9 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 	if err != nil {
 		return answer, fmt.Errorf("ask Kafka for topics: %w", err)
 	}
-	s.setClusterID(metadata.Cluster)
+	s.mu.Lock()
+	s.cluster = metadata.Cluster
+	s.mu.Unlock()
 	committed, err := admin.FetchOffsets(ctx, s.engine.cfg.Group)
 	if err != nil {
 		return answer, fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
@@ -61,24 +63,28 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 	}
 	slices.SortFunc(keys, topicPartition.compare)
 	keys = slices.Compact(keys)
-	var firsts, ends map[topicPartition]listedOffset
+	limited, cancel := context.WithTimeout(ctx, askMax)
+	defer cancel()
+	var firsts, ends kadm.ListedOffsets
+	var firstErr, endErr error // some leaders did not answer
 	var asking sync.WaitGroup
-	asking.Go(func() { firsts = s.list(ctx, keys, listStart) })
-	asking.Go(func() { ends = s.list(ctx, keys, listEnd) })
+	asking.Go(func() { firsts, firstErr = admin.ListStartOffsets(limited, topicsOf(keys)...) })
+	asking.Go(func() { ends, endErr = admin.ListEndOffsets(limited, topicsOf(keys)...) })
 	asking.Wait()
 	for _, key := range keys {
 		topic := metadata.Topics[key.topic]
-		first, end := firsts[key], ends[key]
+		first, hasFirst := firsts.Lookup(key.topic, key.partition)
+		end, hasEnd := ends.Lookup(key.topic, key.partition)
 		offset, known := committed.Lookup(key.topic, key.partition)
-		err := cmp.Or(topic.Err, first.err, end.err, offset.Err)
-		if err == nil && (first.offset < 0 || end.offset < first.offset) {
-			err = errNoAnswer // a client would read a negative offset as the end of the topic
+		err := cmp.Or(topic.Err, first.Err, end.Err, offset.Err)
+		if err == nil && (!hasFirst || !hasEnd || first.Offset < 0 || end.Offset < first.Offset) {
+			err = errors.Join(errNoAnswer, firstErr, endErr) // a client would read a negative offset as the end of the topic
 		}
 		if err != nil {
 			answer.silent[key] = fmt.Errorf("ask Kafka about %s/%d: %w", key.topic, key.partition, err)
 			continue
 		}
-		log := &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), first: first.offset, end: end.offset}
+		log := &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), first: first.Offset, end: end.Offset}
 		if known && offset.At >= 0 {
 			log.committed = &committedOffset{offset.At, offset.Metadata}
 		}
@@ -94,56 +100,6 @@ func topicsOf(keys []topicPartition) []string {
 	}
 	slices.Sort(names)
 	return slices.Compact(names)
-}
-
-// Timestamps of ListOffsets requests.
-const (
-	listStart int64 = -2
-	listEnd   int64 = -1
-)
-
-type listedOffset struct {
-	offset int64
-	err    error
-}
-
-// list asks the leader of each partition for an offset.
-func (s *session) list(ctx context.Context, keys []topicPartition, timestamp int64) map[topicPartition]listedOffset {
-	ctx, cancel := context.WithTimeout(ctx, askMax)
-	defer cancel()
-	listed := make(map[topicPartition]listedOffset, len(keys))
-	request := kmsg.NewPtrListOffsetsRequest()
-	for _, key := range keys {
-		listed[key] = listedOffset{err: errNoAnswer}
-		if n := len(request.Topics); n == 0 || request.Topics[n-1].Topic != key.topic {
-			topic := kmsg.NewListOffsetsRequestTopic()
-			topic.Topic = key.topic
-			request.Topics = append(request.Topics, topic)
-		}
-		partition := kmsg.NewListOffsetsRequestTopicPartition()
-		partition.Partition, partition.Timestamp = key.partition, timestamp
-		topic := &request.Topics[len(request.Topics)-1]
-		topic.Partitions = append(topic.Partitions, partition)
-	}
-	for _, shard := range s.client.RequestSharded(ctx, request) {
-		response, ok := shard.Resp.(*kmsg.ListOffsetsResponse)
-		if shard.Err != nil || !ok {
-			if asked, ok := shard.Req.(*kmsg.ListOffsetsRequest); ok && shard.Err != nil {
-				for _, topic := range asked.Topics {
-					for _, p := range topic.Partitions {
-						listed[topicPartition{topic.Topic, p.Partition}] = listedOffset{err: shard.Err}
-					}
-				}
-			}
-			continue
-		}
-		for _, topic := range response.Topics {
-			for _, p := range topic.Partitions {
-				listed[topicPartition{topic.Topic, p.Partition}] = listedOffset{p.Offset, kerr.ErrorForCode(p.ErrorCode)}
-			}
-		}
-	}
-	return listed
 }
 
 func commitError(response *kmsg.OffsetCommitResponse) error {

@@ -39,6 +39,7 @@ type Message struct {
 	row       int64     // its seq in parked_messages; 0: it comes from Kafka
 	park      *parking  // why it is parked and not handled; nil: it is handled
 	attempts  int       // at it alone
+	large     bool      // its payload is not stored
 	counted   bool      // the attempt in progress is counted
 	first     time.Time // when its first attempt alone began
 	conflicts int       // attempts that ended because of another transaction, and are not counted
@@ -135,7 +136,7 @@ func (l *lane) messages(records []queued, topicID uuid.UUID) []*Message {
 		m.Headers = headers[begin:len(headers):len(headers)]
 		msgs[i] = m
 		l.engine.identify(m, l.idSources)
-		if l.suspects > 0 && m.park == nil && (l.work.pos.stored == nil || m.Offset >= *l.work.pos.stored) {
+		if l.suspects > 0 && m.park == nil && m.Offset >= l.work.pos.next.Load() {
 			l.suspects--
 			m.park = &parking{reason: reasonCrashed, err: errSuspect, attempts: 1, retry: true}
 		}

@@ -3,67 +3,67 @@ package consumer
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // partition is one goroutine that handles the records of a partition in order, batch by batch, or
 // passes them to workers.
 type partition struct {
-	session *session
-	engine  *engine // the session's
+	engine  *engine // the consumer's
 	lane    *lane
 	queue   *queue
-
 	pos     *position
-	current atomic.Pointer[position] // a copy for the poller; only the worker uses pos
 	topicID uuid.UUID
+	marked  func(next int64) // called when all before next is done
 
-	// For the partition's state: whether an operator paused it, and the lanes that do not run.
-	// Guarded by the session's mutex.
+	// For the partition's state: whether an operator paused it, and what does not run. Guarded by
+	// the session's mutex.
 	paused bool
-	lanes  map[any]laneState // of lanes that do not run, and of messages that block; by lane or message
+	lanes  map[any]laneState // lanes, and messages that block
 
 	cancel   context.CancelFunc
 	stopping chan struct{} // closed: no further batch, no further attempt
 	once     sync.Once
 	done     chan struct{}
 
-	during uint64        // this poll, and earlier ones, may return records that were fetched before the partition began
-	looked chan struct{} // buffers one signal: parked messages are due
-	idle   *time.Ticker
+	during    uint64        // this poll, and earlier ones, may return records that were fetched before the partition began
+	looked    chan struct{} // buffers one signal: parked messages are due
+	idleEvery time.Duration
+	idle      *time.Ticker
 
 	lookedAt struct{ seen, end int64 } // what the watchdog saw last
+
+	finite bool // the records come from Deliver: the partition ends behind the last one
+	taken  int  // records that are done, in order
+	ended  bool // everything is done
 }
 
 // idleEvery is how often a partition without messages stores a position after control records.
 const idleEvery = 10 * time.Second
 
-func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
-	// The worker outlives the callback that started it and the poll loop that feeds it. stop ends
-	// it.
-	ctx, cancel := context.WithCancel(context.WithoutCancel(s.values))
+// newPartition returns a partition that does not run yet. client is nil if the records come from
+// Deliver. The partition outlives the callback that starts it and the poll loop that feeds it: stop
+// ends it.
+func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *position, topicID uuid.UUID) *partition {
+	ctx, cancel := context.WithCancel(ctx)
 	p := &partition{
-		session: s, engine: s.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[any]laneState{},
-		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1),
+		engine: c.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[any]laneState{}, idleEvery: c.idleEvery,
+		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1), marked: func(int64) {},
 	}
-	p.queue = newQueue(s.client, pos.topic, pos.partition, s.engine.cfg.BatchMax)
-	p.publish()
-	p.lane = s.consumer.newLane(ctx, pos, p.stopping)
-	p.lane.committed = func(last *Message, _ outcome) {
-		p.publish()
-		if last.row == 0 {
-			p.mark(last.next())
+	p.queue = newQueue(client, pos.topic, pos.partition, c.engine.cfg.BatchMax)
+	p.lane = c.newLane(ctx, pos, p.stopping)
+	p.lane.committed = func(last *Message, out outcome) {
+		if last.row == 0 && !out.apart {
+			p.marked(last.next())
 		}
 	}
-	p.lane.regain = func(ctx context.Context) error { return s.rehold(ctx, p) }
-	p.lane.restart = s.restart
-	p.lane.noted = func(who any, does laneState) { s.noteLane(p, who, does) }
 	return p
 }
 
@@ -84,30 +84,22 @@ func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan s
 	return l
 }
 
-// publish makes the position visible to the poller and to other readers.
-func (p *partition) publish() {
-	now := *p.pos
-	p.current.Store(&now)
-}
-
-// mark records an offset to be committed to Kafka.
-func (p *partition) mark(offset int64) { p.session.mark(p.pos.topic, p.pos.partition, offset) }
-
 func (p *partition) key() topicPartition { return topicPartition{p.queue.topic, p.queue.partition} }
 
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 
-func (p *partition) handleUntilStopped() {
+// handleUntilStopped handles messages. exited is called if a user's function ended the goroutine.
+func (p *partition) handleUntilStopped(exited func(error)) {
 	defer close(p.done)
 	defer p.cancel()
-	ended := false
+	returned := false
 	defer func() {
-		if !ended { // a user's function ended the goroutine
-			p.session.restart(errGoexit)
+		if !returned {
+			exited(errGoexit)
 		}
 	}()
 	p.consume()
-	ended = true
+	returned = true
 }
 
 func (p *partition) consume() {
@@ -121,8 +113,11 @@ func (p *partition) consume() {
 		}
 	}
 	p.lane.become(StateRunning, nil)
-	p.idle = time.NewTicker(p.session.consumer.idleEvery)
+	p.idle = time.NewTicker(p.idleEvery)
 	defer p.idle.Stop()
+	if p.finite {
+		p.requestRelease() // what is due comes first
+	}
 	if p.engine.cfg.Order == OrderByPartition {
 		p.serve()
 		return
@@ -140,7 +135,11 @@ func (p *partition) serve() {
 		default:
 		}
 		if batch := p.queue.pop(p.lane.batch()); ok && len(batch) > 0 {
-			ok = p.lane.process(p.lane.messages(batch, p.topicID))
+			if ok = p.lane.process(p.lane.messages(batch, p.topicID)); ok {
+				p.taken += len(batch)
+			}
+		} else if ok && p.finite {
+			ok = p.finish()
 		} else if ok {
 			ok = p.rest()
 		}
@@ -178,6 +177,17 @@ func (p *partition) release() bool {
 	return !p.lane.stopped()
 }
 
+// finish retries what is due behind the last record. It returns false when nothing is.
+func (p *partition) finish() bool {
+	list, err := p.lane.due(p.lane.ctx)
+	if err != nil || len(list) == 0 {
+		p.ended = err == nil
+		return false
+	}
+	p.requestRelease()
+	return true
+}
+
 // requestRelease asks for a release.
 func (p *partition) requestRelease() {
 	select {
@@ -190,7 +200,7 @@ func (p *partition) requestRelease() {
 // the partition must stop.
 func (p *partition) advanceIdle() bool {
 	behind, at := p.queue.behindControl()
-	if behind == 0 || p.pos.stored != nil && *p.pos.stored >= behind {
+	if behind == 0 || p.pos.next.Load() >= behind {
 		return true
 	}
 	return p.advance(passed{behind, at})
@@ -203,20 +213,20 @@ func (p *partition) advance(to passed) bool {
 	ctx, cancel := e.bounded(p.lane.ctx)
 	defer cancel()
 	var stored *int64
-	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored, to.behind, to.at, p.pos.server).Scan(&stored)
+	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), to.behind, to.at, p.pos.server).Scan(&stored)
 	f := engineFailure(err)
+	if errors.Is(err, pgx.ErrNoRows) {
+		// Only memory knows what workers have done, and the server may have lost it.
+		f = engineFailure(fmt.Errorf("%w: %w", errFenced, errServerChanged))
+	}
 	switch {
 	case err == nil:
 		p.lane.become(StateRunning, nil)
-		p.pos.stored = stored
-		p.publish()
-		p.mark(to.behind)
+		p.pos.set(stored)
+		p.marked(to.behind)
 		return true
-	case errors.Is(err, pgx.ErrNoRows):
-		f.err = errServerChanged
-		return p.lane.takeBack(f)
 	case e.verdict(f) == verdictFenced:
-		return p.lane.takeBack(f)
+		return p.lane.fenced(f)
 	}
 	return p.lane.stopped() || p.lane.wait(1, f) // a position that is not stored now is stored later
 }

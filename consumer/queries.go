@@ -47,7 +47,7 @@ ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 // lockSQL reads positions and locks them, so that their holders cannot advance them until the
 // takeover is stored.
 const lockSQL = `-- consumer.lock
-SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_by, p.handled_rule,
+SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_to, p.rewound_from, p.handled_by, p.handled_rule,
   p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time()
 FROM effectonce.consumer_positions p
 WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))
@@ -61,29 +61,18 @@ UPDATE effectonce.consumer_positions p SET
   epoch = p.epoch + 1, owner = $2, updated_at = clock_timestamp(), released = t.halt IS NOT NULL,
   topic_id = coalesce(t.topic_id, p.topic_id), next_offset = t.next, held_offset = t.next, stuck = t.stuck,
   record_time = CASE WHEN t.moved THEN NULL ELSE p.record_time END, caught_up_at = CASE WHEN t.moved THEN NULL ELSE p.caught_up_at END,
-  handled_from = t.handled_from, handled_by = t.handled_by, handled_rule = t.handled_rule,
+  handled_from = t.handled_from, handled_to = t.handled_to, rewound_from = t.rewound_from, handled_by = t.handled_by, handled_rule = t.handled_rule,
   resume_at = CASE WHEN t.ordered THEN NULL ELSE p.resume_at END,
   trouble = t.halt, trouble_since = CASE WHEN t.halt IS NULL THEN NULL WHEN p.trouble = t.halt THEN p.trouble_since ELSE clock_timestamp() END
 FROM unnest($3::text[], $4::int[], $5::bigint[], $6::uuid[], $7::bigint[], $8::int[], $9::boolean[], $10::bigint[], $11::int[], $12::text[],
-  $13::boolean[], $14::text[])
-  AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, ordered, halt)
+  $13::boolean[], $14::text[], $15::bigint[], $16::bigint[])
+  AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, ordered, halt, handled_to, rewound_from)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
-
-// widenSQL moves handled_from back: the messages from there on were handled, too.
-const widenSQL = `-- consumer.widen
-UPDATE effectonce.consumer_positions SET handled_from = least(handled_from, $5)
-WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 
 // resetSQL records in operator_actions that records are skipped.
 const resetSQL = `-- consumer.reset
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($1, 'position.reset', $2, pg_catalog.jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
-
-// ordersSQL lists partitions that have an operator's resume order.
-const ordersSQL = `-- consumer.orders
-SELECT p.topic, p.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition)
-JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
-WHERE p.resume_at IS NOT NULL`
 
 // pausesSQL lists the topics of a group that an operator paused.
 const pausesSQL = `-- consumer.pauses
@@ -122,20 +111,16 @@ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 // clock.
 const caughtUpSQL = `-- consumer.caught_up
 UPDATE effectonce.consumer_positions p SET caught_up_at = $5
-FROM unnest($2::text[], $3::int[], $4::bigint[], $6::bigint[]) AS t (topic, partition, epoch, delivered)
+FROM unnest($2::text[], $3::int[], $4::bigint[], $6::bigint[], $7::boolean[]) AS t (topic, partition, epoch, delivered, nothing)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch
-  AND (p.next_offset >= t.delivered OR p.next_offset IS NULL AND t.delivered = 0)`
-
-// holderSQL reads who holds a partition.
-const holderSQL = `-- consumer.holder
-SELECT epoch, owner FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
+  AND (p.next_offset >= t.delivered OR p.next_offset IS NULL AND t.nothing)`
 
 // pollSQL checks all partitions of a session at once: it lists those that need action. $6 is the
 // position that the holder knows. An epoch below the holder's means that a failover lost the
 // takeover, and with it everything that the holder handled since.
 const pollSQL = `-- consumer.poll
-SELECT t.n - 1, p.epoch, p.epoch <> t.epoch,
-  p.epoch < t.epoch OR p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL),
+SELECT t.n - 1,
+  coalesce(p.epoch IS NULL OR p.epoch < t.epoch OR p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL), false),
   p.resume_at IS NOT NULL, paused.topic IS NOT NULL, due.yes IS NOT NULL
 FROM unnest($2::text[], $3::int[], $4::int[], $5::bigint[], $6::bigint[]) WITH ORDINALITY AS t (topic, partition, consumer, epoch, known, n)
 LEFT JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
@@ -225,20 +210,6 @@ WITH due AS MATERIALIZED (
 UPDATE effectonce.parked_messages p SET state = 'behind', reason = CASE WHEN p.reason = 'too_large' THEN p.reason ELSE 'behind' END
 FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq AND p.state = 'retry'`
 
-// countParkedSQL counts parked messages, up to $4 per partition, from an index alone.
-const countParkedSQL = `-- consumer.count_parked
-SELECT t.n - 1, (SELECT count(*) FROM (SELECT FROM effectonce.parked_messages m
-    WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition LIMIT $4) AS counted)
-FROM unnest($1::int[], $2::text[], $3::int[]) WITH ORDINALITY AS t (consumer, topic, partition, n)`
-
-// refuseLargeSQL returns messages to state parked that cannot be retried, because they are not
-// stored as a whole.
-const refuseLargeSQL = `-- consumer.refuse_large
-UPDATE effectonce.parked_messages SET state = 'parked'
-WHERE seq = ANY (ARRAY(SELECT d.seq FROM effectonce.parked_messages d
-  WHERE d.consumer = $1 AND d.topic = $2 AND d.partition = $3 AND d.state = 'retry' AND d.retry_at <= statement_timestamp()
-  ORDER BY d.retry_at LIMIT $4)) AND state = 'retry' AND reason = 'too_large'`
-
 // dueSQL lists due messages, in the order in which they became due; if keys are held ($5), only the
 // first message of each key. It uses the statement's time: an index cannot be searched by
 // clock_timestamp().
@@ -274,7 +245,7 @@ UPDATE effectonce.parked_messages p SET
   released_at = coalesce(p.released_at, CASE WHEN p.record_time > statement_timestamp() - interval '10 min' THEN p.record_time ELSE clock_timestamp() END),
   attempts = CASE WHEN p.released_at IS NULL THEN 0 ELSE p.attempts END + c.first::int
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
-RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at, p.attempts, c.first`
+RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at, p.attempts, c.first, p.reason = 'too_large'`
 
 // lockParkedSQL locks parked messages before they are handled and deleted, so that only one
 // transaction handles them. It locks in the order of seq; otherwise two transactions could
@@ -297,28 +268,25 @@ UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($
 
 // queries are the statements for one schema.
 type queries struct {
-	settings, primary, guard                                                      string
-	contact, met, rows, lock, hold, pauses, orders, widen                         string
-	reset, givenUp, holder, poll, trouble, caughtUp                               string
-	lockHeads, heldNow                                                            string
-	advance, advanceApart, check                                                  string
-	park, touchHeads, heads                                                       string
-	refuseLarge, orderRetries, due, release, lockParked, unpark, setBack, uncount string
-	countParked                                                                   string
+	settings, primary, guard                                         string
+	contact, met, rows, lock, hold, pauses                           string
+	reset, givenUp, poll, trouble, caughtUp                          string
+	lockHeads, heldNow                                               string
+	advance, advanceApart, check                                     string
+	park, touchHeads, heads                                          string
+	orderRetries, due, release, lockParked, unpark, setBack, uncount string
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
 		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
-		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL), orders: in(ordersSQL), widen: in(widenSQL),
-		reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
-		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
-		countParked: in(countParkedSQL),
-		lockHeads:   in(lockHeadsSQL), heldNow: in(heldNowSQL),
+		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL),
+		reset: in(resetSQL), givenUp: in(givenUpSQL), poll: in(pollSQL), trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
+		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL),
 		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL),
-		refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),
+		orderRetries: in(orderRetriesSQL), due: in(dueSQL),
 		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL), uncount: in(uncountSQL),
 	}
 }

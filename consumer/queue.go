@@ -89,7 +89,7 @@ func (q *queue) add(records []*kgo.Record) {
 	case q.arrived <- struct{}{}:
 	default:
 	}
-	if !q.paused && (len(q.waiting) >= waitingBatchesMax*q.batchMax || q.bytes >= waitingBytesMax) {
+	if q.client != nil && !q.paused && (len(q.waiting) >= waitingBatchesMax*q.batchMax || q.bytes >= waitingBytesMax) {
 		q.paused = true
 		q.client.PauseFetchPartitions(map[string][]int32{q.topic: {q.partition}})
 	}
@@ -119,17 +119,19 @@ func (q *queue) pop(n int) []queued {
 	return batch
 }
 
-// fail stops fetching permanently. It returns the offset after the last record that arrived, and
-// whether the queue had not failed before.
-func (q *queue) fail() (at int64, first bool) {
+func (q *queue) empty() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.failed {
-		return q.seen, false
-	}
+	return len(q.waiting) == 0
+}
+
+// fail stops fetching permanently. It returns the offset after the last record that arrived.
+func (q *queue) fail() (at int64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
 	q.failed, q.paused = true, true
 	q.client.PauseFetchPartitions(map[string][]int32{q.topic: {q.partition}})
-	return q.seen, true
+	return q.seen
 }
 
 // handledAll reports whether everything that arrived is handled and stored.
@@ -137,8 +139,7 @@ func (p *partition) handledAll() bool {
 	q := p.queue
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	stored := p.current.Load().stored
-	return len(q.waiting) == 0 && (q.delivered == q.begin || stored != nil && *stored >= q.delivered)
+	return len(q.waiting) == 0 && (q.delivered == q.begin || p.pos.next.Load() >= q.delivered)
 }
 
 // halt stops or resumes pop. It reports whether that changed anything.
@@ -176,8 +177,8 @@ func (q *queue) behindControl() (int64, time.Time) {
 
 // compare reports whether all records up to the end of the topic have arrived, whether fetching is
 // stuck, that is, nothing arrived since the last call although it could have, and the offset up to
-// which messages arrived.
-func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
+// which messages arrived; none: no message did.
+func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64, none bool) {
 	q := p.queue
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -187,5 +188,5 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	if !missing {
 		p.lookedAt.end = q.seen
 	}
-	return end <= q.seen, stuck, q.delivered
+	return end <= q.seen, stuck, q.delivered, q.delivered == q.begin
 }

@@ -3,6 +3,7 @@ package consumer
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -57,24 +58,21 @@ type due struct {
 // dueMax bounds how many due messages one query reads.
 const dueMax = 1000
 
-// due lists parked messages that must be retried now. First it resets those that cannot be retried.
+// due lists parked messages that must be retried now. First it resets those that must wait for
+// another.
 func (l *lane) due(ctx context.Context) ([]due, error) {
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
 	args := []any{l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition}
 	batch := &pgx.Batch{}
-	note := func(sql string, args []any, level slog.Level, text string) {
-		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error {
+	if l.engine.holdsKeys() {
+		batch.Queue(l.engine.sql.orderRetries, append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
 			if tag.RowsAffected() > 0 {
-				l.log(level, text, "messages", tag.RowsAffected())
+				l.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
 			}
 			return nil
 		})
 	}
-	if l.engine.holdsKeys() {
-		note(l.engine.sql.orderRetries, append(args, dueMax), slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one")
-	}
-	note(l.engine.sql.refuseLarge, append(args, dueMax), slog.LevelError, "messages were retried that are too large to be stored: they stay parked")
 	var list []due
 	batch.Queue(l.engine.sql.due, append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
@@ -111,17 +109,23 @@ func (l *lane) release(ctx context.Context, list []due) error {
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
 	l.back = map[string]bool{}
 	for _, msg := range msgs {
-		if msg.attempts > l.engine.cfg.AttemptsMax && msg.counted {
+		if msg.large {
+			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1})
+			l.back[string(msg.Key)] = true
+		} else if msg.attempts > l.engine.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
 			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts), attempts: msg.attempts}
 			l.report(msg, "message is "+l.engine.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
 		}
 	}
+	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
 	if !l.process(msgs) { //nolint:contextcheck // the lane has its own
 		l.uncount(msgs)
 	}
 	return nil
 }
+
+var errNotStored = errors.New("the message was too large to be stored as a whole: it cannot be retried, only discarded")
 
 // uncount takes back attempts that did not begin because the lane stopped.
 func (l *lane) uncount(msgs []*Message) {
@@ -165,7 +169,7 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	var topicID *[16]byte
 	var headers []byte
 	var at *time.Time
-	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released, &msg.attempts, &msg.counted)
+	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released, &msg.attempts, &msg.counted, &msg.large)
 	if err != nil {
 		return nil, err
 	}

@@ -13,18 +13,17 @@ import (
 // repeatEvery is how often a lasting problem is logged after the first time.
 const repeatEvery = 30 * time.Second
 
-// repeated logs lasting problems: each once, then at most every 30 s with a count. If the problem
-// blocked messages, its end is logged, too.
+// repeated logs lasting problems: each when it begins, then at most every 30 s with a count. If the
+// problem blocked messages, its end is logged, too.
 type repeated struct {
 	mu       sync.Mutex
 	problems map[string]*problem // by their text
 }
 
-// problem is a lasting problem. One that did not recur for twice repeatEvery is over.
 type problem struct {
-	since, logged, seen time.Time
-	count               int
-	blocks              bool // no message is handled while it lasts
+	logged time.Time
+	times  int
+	blocks bool // no message is handled while it lasts
 }
 
 // warn logs a problem that does not stop messages from being handled.
@@ -41,22 +40,18 @@ func (r *repeated) blocks(l *lane, level slog.Level, text string, err error, att
 func (r *repeated) note(l *lane, level slog.Level, text string, blocks bool, attrs []any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	now := time.Now()
+	if r.problems == nil {
+		r.problems = map[string]*problem{}
+	}
 	p := r.problems[text]
-	if p == nil || !p.blocks && now.Sub(p.seen) > 2*repeatEvery {
-		p = &problem{since: now, blocks: blocks}
-		if r.problems == nil {
-			r.problems = map[string]*problem{}
-		}
+	if p == nil {
+		p = &problem{blocks: blocks}
 		r.problems[text] = p
 	}
-	p.seen = now
-	p.count++
-	if p.count > 1 && now.Sub(p.logged) < repeatEvery {
-		return
+	if p.times++; time.Since(p.logged) >= repeatEvery {
+		p.logged = time.Now()
+		l.log(level, text, append(attrs, "times", p.times)...)
 	}
-	p.logged = now
-	l.log(level, text, append(attrs, "times", p.count)...)
 }
 
 // end logs that messages are handled again.
@@ -64,11 +59,10 @@ func (r *repeated) end(l *lane) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for text, p := range r.problems {
-		if !p.blocks {
-			continue
+		if p.blocks {
+			delete(r.problems, text)
+			l.log(slog.LevelInfo, "partition works again", "after", text, "times", p.times)
 		}
-		delete(r.problems, text)
-		l.log(slog.LevelInfo, "partition works again", "after", text, "times", p.count, "lasted", time.Since(p.since).Round(time.Millisecond))
 	}
 }
 

@@ -14,6 +14,8 @@ type storedPosition struct {
 	next        *int64    // nil: nothing handled yet
 	epoch       int64
 	handledFrom *int64
+	handledTo   *int64 // end of the handled range, if it is beyond next because of a rewind
+	rewoundFrom *int64 // where a rewind began, before handledFrom
 	handledBy   *int32
 	handledRule *string
 	resumeAt    *int64 // an operator's order
@@ -41,8 +43,6 @@ type known struct {
 	row       storedPosition
 	log       *topicLog // nil: the records do not come from Kafka
 	met       int32     // partitions of the topic at the group's first contact
-	// running: a worker holds the partition and continues where it is, under a new epoch.
-	running bool
 	// offsets of the records passed to Deliver, in their order; only if log is nil.
 	offsets []int64
 
@@ -60,29 +60,44 @@ const (
 
 // decision is where a partition begins, and what is stored about it.
 type decision struct {
-	at    int64  // fetching begins here
-	next  *int64 // the new stored position; nil: none
-	moved bool   // next is not where handling ended
-	// rewoundTo is where a rewind began that has not reached the position yet; otherwise at.
-	rewoundTo int64
-	// This consumer handled all offsets from handledFrom to the position.
-	handledFrom int64
-	handledTo   *int64 // end of that range, if it is not the position
-	storeFrom   int64  // handledFrom as it is stored
-	ordered     bool   // an operator's order was carried out, or was void
-	halt        error  // the partition waits for an operator; nil: it begins
-	reset       error  // why records are skipped, for operator_actions; nil: none are
-	why         string
+	at      int64  // fetching begins here
+	next    *int64 // the new stored position; nil: none
+	moved   bool   // next is not where handling ended
+	handled handledRange
+	store   handledRange // as it is stored
+	ordered bool         // an operator's order was carried out, or was void
+	halt    error        // the partition waits for an operator; nil: it begins
+	reset   error        // why records are skipped, for operator_actions; nil: none are
+	why     string
+}
+
+// handledRange is the offsets that this consumer has handled: from from on up to the position, and
+// up to to if that is set. A fresh claim there means that the earlier one was forgotten.
+type handledRange struct {
+	from int64
+	to   *int64
+	// rewound is where a rewind began, before from: the range begins there once the position has
+	// reached from.
+	rewound *int64
+	// ends: nothing between to and the position counts, because Deliver got records with gaps.
+	ends bool
+}
+
+func (r handledRange) contains(offset int64, position *int64) bool {
+	if r.to != nil && r.from <= offset && offset < *r.to {
+		return true
+	}
+	return !r.ends && position != nil && r.from <= offset && offset < *position
 }
 
 // decideStart decides where a partition begins. docs/design.md has it as a table. It resumes at the
 // smaller of the stored position and Kafka's offset. Kafka's offset is ahead if a failover of the
-// database lost the last commits. If it is behind, another program moved it. The consumer's own
-// commits may lag, and count only if no position is stored.
+// database lost the last commits. If it is behind, another program moved it, which counts as an
+// operator's order. The consumer's own commits may lag, and count only if no position is stored.
 func decideStart(k known) decision {
 	var d decision
 	switch stored := k.stored(); {
-	case k.log == nil || k.running:
+	case k.log == nil:
 		d = k.goOn()
 	case k.row.resumeAt != nil && (*k.row.resumeAt < 0 || !k.recreated()):
 		d = k.order()
@@ -91,23 +106,19 @@ func decideStart(k known) decision {
 	default:
 		d = k.resume(*stored)
 	}
-	if k.row.resumeAt != nil && !k.running && k.log != nil && !d.ordered {
+	if k.row.resumeAt != nil && k.log != nil && !d.ordered {
 		d.ordered = true
 		d.why += fmt.Sprintf("; the order to resume at %d was for an earlier topic of this name", *k.row.resumeAt)
 	}
-	d.rewoundTo = d.at
-	if k.log != nil && !k.running && k.log.committed.origin(k.log) == commitRewind && d.at == k.log.committed.offset {
-		said, _ := parseCommit(k.log.committed.metadata)
-		d.rewoundTo = min(d.at, said.rewind)
-	}
-	d.handledFrom = k.handledFrom(d)
-	d.storeFrom = d.handledFrom
+	d.handled = k.handled(d)
+	d.store = d.handled
 	if k.jumps() {
-		// From now on the position does not show what was handled. The stored range still covers
-		// what was handled before the present position.
-		d.storeFrom, d.handledTo = math.MaxInt64, d.next
+		// From now on the position does not show what was handled. The range still covers what was
+		// handled before the present position.
+		d.handled.to, d.handled.ends = d.next, true
+		d.store = handledRange{from: math.MaxInt64}
 		if d.next == nil {
-			d.handledFrom = math.MaxInt64
+			d.handled = d.store
 		}
 	}
 	return d
@@ -158,7 +169,7 @@ func (k known) goOn() decision {
 	return d
 }
 
-// order carries out an operator's order. Nothing else moves a position back.
+// order carries out an operator's order.
 func (k known) order() decision {
 	var at int64
 	var name string
@@ -238,10 +249,12 @@ func (k known) resume(stored int64) decision {
 		d.why = "resumes at the stored position; Kafka's offset is ahead of it"
 	case committed.offset < stored && origin == commitOurs:
 		d.why = "resumes at the stored position; Kafka's offset lags behind it"
+	case committed.offset < stored && k.dedup == DedupByPosition:
+		d.why = fmt.Sprintf("resumes at the stored position; Kafka's offset %d was moved back (%s), but without claims only the position stops redeliveries: use outbox-relay consumer resume-at", committed.offset, origin)
 	case committed.offset < stored:
 		// The topic may now begin after that offset, but not after the position.
-		d.at = max(committed.offset, k.log.first)
-		d.why = fmt.Sprintf("resumes at Kafka's offset, which was moved back (%s)", origin)
+		at := max(committed.offset, k.log.first)
+		d = decision{at: at, next: &at, moved: true, why: fmt.Sprintf("resumes at Kafka's offset, which was moved back (%s)", origin)}
 	}
 	return d
 }
@@ -281,16 +294,38 @@ func (k known) remedy(setting string) string {
 		setting, k.group, k.topic, k.partition)
 }
 
-// handledFrom returns the offset from which this consumer handled everything up to the position.
-// Another name, or another rule for IDs, has handled none of it.
-func (k known) handledFrom(d decision) int64 {
+// handled returns what this consumer has handled. Another name, or another rule for IDs, has handled
+// nothing. A rewind keeps the range; a skip begins a new one, and so does a topic that lost its end: new
+// records have the offsets of lost ones.
+func (k known) handled(d decision) handledRange {
+	stored := k.stored()
 	switch {
 	case d.next == nil:
-		return d.at
-	case d.moved, k.stored() == nil, k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
+		return handledRange{from: d.at}
+	case stored == nil, *d.next > *stored, d.moved && *stored > k.log.end, k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
 		*k.row.handledBy != k.consumer, *k.row.handledRule != k.rule:
-		return *d.next
-	default:
-		return min(*k.row.handledFrom, *d.next)
+		return handledRange{from: *d.next}
 	}
+	r := handledRange{from: *k.row.handledFrom, to: k.row.handledTo, rewound: k.row.rewoundFrom}
+	if r.rewound != nil && *stored >= r.from { // the rewind has reached the range
+		r.from, r.rewound = min(r.from, *r.rewound), nil
+	}
+	end := *stored
+	if r.to != nil {
+		end = max(end, *r.to)
+	}
+	if r.to = nil; end > *d.next {
+		r.to = &end
+	}
+	if r.from > *d.next {
+		if r.to == nil || r.from >= *r.to {
+			return handledRange{from: *d.next} // there is nothing to keep
+		}
+		at := *d.next
+		if r.rewound != nil {
+			at = min(at, *r.rewound)
+		}
+		r.rewound = &at
+	}
+	return r
 }

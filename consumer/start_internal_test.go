@@ -15,6 +15,7 @@ type startRow struct {
 	at    int64
 	next  int64 // -1: none
 	from  int64 // the range that counts as handled begins here
+	to    int64 // and ends here, if not at the position
 	moved bool
 	halt  string
 	why   string
@@ -33,7 +34,7 @@ func commit(offset int64, metadata string) func(k *known) {
 
 // ours is an offset as this consumer commits it.
 func ours(offset int64) func(k *known) {
-	return commit(offset, commitMetadata("cluster", startTopic, offset, -1))
+	return commit(offset, commitMetadata("cluster", startTopic, offset))
 }
 
 func pointer[T any](value T) *T { return &value }
@@ -74,13 +75,12 @@ func startRows() []startRow {
 		{name: "no commit", in: with(), at: 60, next: 60, from: 20, why: "resumes at the stored position"},
 		{name: "our commit lags", in: ours(40), at: 60, next: 60, from: 20, why: "lags behind"},
 		{name: "our commit is ahead", in: ours(80), at: 60, next: 60, from: 20, why: "ahead"},
-		{name: "our commit was moved back", in: commit(40, commitMetadata("cluster", startTopic, 60, -1)), at: 40, next: 60, from: 20, why: "moved back"},
-		{name: "a rewind is not finished", in: commit(40, commitMetadata("cluster", startTopic, 40, 25)), at: 40, next: 60, from: 20, why: "not finished"},
-		{name: "moved back before what the topic has", in: commit(3, ""), at: 10, next: 60, from: 20, why: "moved back"},
-		{name: "another program's commit is behind", in: commit(40, "kgo-1"), at: 40, next: 60, from: 20, why: "moved back"},
-		{name: "a commit without metadata is behind", in: commit(40, ""), at: 40, next: 60, from: 20, why: "moved back"},
-		{name: "a commit of an earlier topic", in: commit(40, commitMetadata("cluster", earlierTopic, 40, -1)), at: 60, next: 60, from: 20, why: "earlier topic"},
-		{name: "a mirrored commit", in: commit(40, commitMetadata("other", earlierTopic, 4, -1)), at: 40, next: 60, from: 20, why: "moved back"},
+		{name: "our commit was moved back", in: commit(40, commitMetadata("cluster", startTopic, 60)), at: 40, next: 40, from: 20, to: 60, moved: true, why: "moved back"},
+		{name: "moved back before what the topic has", in: commit(3, ""), at: 10, next: 10, from: 20, to: 60, moved: true, why: "moved back"},
+		{name: "another program's commit is behind", in: commit(40, "kgo-1"), at: 40, next: 40, from: 20, to: 60, moved: true, why: "moved back"},
+		{name: "a commit without metadata is behind", in: commit(40, ""), at: 40, next: 40, from: 20, to: 60, moved: true, why: "moved back"},
+		{name: "a commit of an earlier topic", in: commit(40, commitMetadata("cluster", earlierTopic, 40)), at: 60, next: 60, from: 20, why: "earlier topic"},
+		{name: "a mirrored commit", in: commit(40, commitMetadata("other", earlierTopic, 4)), at: 40, next: 40, from: 20, to: 60, moved: true, why: "moved back"},
 		{name: "the end is lost", in: beyond, at: 10, next: 60, from: 20, halt: "lost its end", why: "halts"},
 		{name: "the end is lost, resume", in: with(beyond, going), at: 10, next: 10, from: 10, moved: true, why: "earliest"},
 		{name: "the end is lost, resume, by position", in: with(beyond, going, byPos), at: 10, next: 60, from: 20, halt: "resume-at --group g --topic t --partition 1", why: "halts"},
@@ -90,9 +90,9 @@ func startRows() []startRow {
 		// Who handled the messages before the position.
 		{name: "new name", in: renamed, at: 60, next: 60, from: 60, why: "stored position"},
 		{name: "new name, our commit lags", in: with(renamed, ours(40)), at: 60, next: 60, from: 60, why: "lags behind"},
-		{name: "new name, rewound", in: with(renamed, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
+		{name: "new name, rewound", in: with(renamed, commit(40, "")), at: 40, next: 40, from: 40, moved: true, why: "moved back"},
 		{name: "changed rule", in: with(ruled, ours(40)), at: 60, next: 60, from: 60, why: "lags behind"},
-		{name: "changed rule, rewound", in: with(ruled, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
+		{name: "changed rule, rewound", in: with(ruled, commit(40, "")), at: 40, next: 40, from: 40, moved: true, why: "moved back"},
 		{name: "nothing handled is known", in: unmoved, at: 60, next: 60, from: 60, why: "stored position"},
 		{name: "never held", in: func(k *known) { k.row.held = false }, at: 60, next: 60, from: 20, why: "stored"},
 		{name: "went back behind the range", in: func(k *known) { k.row.next = pointer(int64(15)) }, at: 15, next: 15, from: 15, why: "stored"},
@@ -108,7 +108,7 @@ func startRows() []startRow {
 		{name: "begun further on, our commit", in: with(begun, func(k *known) { k.row.handledFrom = pointer(int64(30)) }, ours(40)), at: 30, next: noOffset, from: 30, why: "lost its first commits"},
 		{name: "begun, another commit", in: with(begun, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
 		{name: "no position, another commit", in: with(no, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
-		{name: "no position, stale commit", in: with(no, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "earlier topic"},
+		{name: "no position, stale commit", in: with(no, commit(40, commitMetadata("cluster", earlierTopic, 40))), at: 10, next: noOffset, from: 10, why: "earlier topic"},
 		{name: "no position, commit beyond the end", in: with(no, commit(400, "")), at: 10, next: noOffset, from: 10, why: "beyond the end"},
 		{name: "no position, commit beyond the end, by position", in: with(no, byPos, going, commit(400, "")), at: 10, next: noOffset, from: 10, halt: "resume-at", why: "halts"},
 		{name: "no position, commit before the start", in: with(no, commit(4, "")), at: 10, next: noOffset, from: 10, halt: "records 4 to 9", why: "halts"},
@@ -116,21 +116,20 @@ func startRows() []startRow {
 
 		// A recreated topic.
 		{name: "made anew", in: anew, at: 10, next: noOffset, from: 10, why: "recreated"},
-		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "recreated"},
-		{name: "made anew, translated commit", in: with(anew, commit(40, commitMetadata("other", earlierTopic, 35, -1))), at: 40, next: 40, from: 40, why: "another program"},
+		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40))), at: 10, next: noOffset, from: 10, why: "recreated"},
+		{name: "made anew, translated commit", in: with(anew, commit(40, commitMetadata("other", earlierTopic, 35))), at: 40, next: 40, from: 40, why: "another program"},
 		{name: "made anew, commit put there", in: with(anew, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
 
 		// Orders.
-		{name: "order back", in: with(ordered(30), ours(60)), at: 30, next: 30, from: 30, moved: true, why: "operator"},
+		{name: "order back", in: with(ordered(30), ours(60)), at: 30, next: 30, from: 20, to: 60, moved: true, why: "operator"},
 		{name: "order forward", in: with(ordered(90), ours(60)), at: 90, next: 90, from: 90, moved: true, why: "operator"},
-		{name: "order to the start", in: ordered(resumeAtStart), at: 10, next: 10, from: 10, moved: true, why: "operator"},
+		{name: "order to the start", in: ordered(resumeAtStart), at: 10, next: 10, from: 20, to: 60, moved: true, why: "operator"},
 		{name: "order to the end", in: with(beyond, byPos, ordered(resumeAtEnd)), at: 50, next: 50, from: 50, moved: true, why: "operator"},
 		{name: "order beyond the end", in: ordered(1000), at: 100, next: 100, from: 100, moved: true, why: "operator"},
-		{name: "order before the start", in: ordered(1), at: 10, next: 10, from: 10, moved: true, why: "operator"},
+		{name: "order before the start", in: ordered(1), at: 10, next: 10, from: 20, to: 60, moved: true, why: "operator"},
 		{name: "order for an earlier topic", in: with(anew, ordered(30)), at: 10, next: noOffset, from: 10, why: "was for an earlier topic"},
 
 		// Without Kafka.
-		{name: "a worker continues", in: with(commit(3, ""), ordered(30), func(k *known) { k.running = true }), at: 60, next: 60, from: 20, why: "continues"},
 		{name: "delivered in order", in: given(60, 61, 3, 62), at: 60, next: 60, from: 20, why: "continues"},
 		{name: "delivered to none", in: with(no, given(5, 6)), at: 5, next: noOffset, from: 5, why: "continues"},
 		{name: "delivered to none with a gap", in: with(no, given(5, 7)), at: 5, next: noOffset, from: math.MaxInt64, why: "continues"},
@@ -157,15 +156,15 @@ func TestWhereAPartitionBegins(t *testing.T) {
 			if d.next != nil {
 				next = *d.next
 			}
-			require.Equal(t, []int64{row.at, row.next, row.from}, []int64{d.at, next, d.handledFrom}, "at, next, handled from: %s", d.why)
+			require.Equal(t, []int64{row.at, row.next, row.from}, []int64{d.at, next, d.handled.from}, "at, next, handled from: %s", d.why)
 			require.Equal(t, row.moved, d.moved)
-			if k.log != nil && k.log.committed.origin(k.log) == commitRewind {
-				require.EqualValues(t, 25, d.rewoundTo)
-			} else {
-				require.Equal(t, d.at, d.rewoundTo)
+			to := int64(0)
+			if d.handled.to != nil && !d.handled.ends {
+				to = *d.handled.to
 			}
+			require.Equal(t, row.to, to)
 			require.Contains(t, d.why, row.why)
-			require.Equal(t, k.row.resumeAt != nil && !k.running, d.ordered, "an order is carried out once")
+			require.Equal(t, k.row.resumeAt != nil, d.ordered, "an order is carried out once")
 			if row.halt == "" {
 				require.NoError(t, d.halt)
 			} else {
@@ -184,14 +183,53 @@ func TestDeliveredGapsDoNotCountAsHandled(t *testing.T) {
 		row: storedPosition{next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard")},
 	}
 	d := decideStart(k)
-	require.Equal(t, int64(math.MaxInt64), d.storeFrom)
-	pos := &position{stored: pointer(int64(81)), handledFrom: d.handledFrom, handledTo: d.handledTo}
-	require.True(t, pos.handled(59))
-	require.False(t, pos.handled(70))
-	k.row.next, k.row.handledFrom, k.offsets = pointer(int64(81)), &d.storeFrom, []int64{70}
-	later := decideStart(k)
-	pos = &position{stored: later.next, handledFrom: later.handledFrom, handledTo: later.handledTo}
-	require.False(t, pos.handled(70))
+	require.Equal(t, int64(math.MaxInt64), d.store.from)
+	require.True(t, d.handled.contains(59, pointer(int64(81))))
+	require.False(t, d.handled.contains(70, pointer(int64(81))))
+	k.row.next, k.row.handledFrom, k.offsets = pointer(int64(81)), &d.store.from, []int64{70}
+	require.False(t, decideStart(k).handled.contains(70, pointer(int64(81))))
+}
+
+// Property: a rewind keeps what was handled, through takeovers on its way and a further rewind; what
+// it works through before the range counts once it has reached the range.
+func TestRewindsKeepWhatWasHandled(t *testing.T) {
+	t.Parallel()
+	k := known{
+		group: "g", topic: "t", met: 3, consumer: 7, rule: "standard", log: &topicLog{cluster: "cluster", topicID: startTopic, first: 0, end: 100},
+		row: storedPosition{topicID: startTopic, next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard")},
+	}
+	// to rewinds, or takes over again at a position; the row becomes what is stored.
+	to := func(next int64, rewind bool) handledRange {
+		k.log.committed = nil
+		if rewind {
+			k.log.committed = &committedOffset{next, ""}
+		} else {
+			k.row.next = &next
+		}
+		d := decideStart(k)
+		k.row.next, k.row.handledFrom, k.row.handledTo, k.row.rewoundFrom = d.next, &d.store.from, d.store.to, d.store.rewound
+		return d.handled
+	}
+	covered := func(r handledRange) (list [2]int64) {
+		list[0] = -1
+		for offset := range int64(100) {
+			if r.contains(offset, k.row.next) {
+				if list[0] < 0 {
+					list[0] = offset
+				}
+				list[1] = offset + 1
+			}
+		}
+		return list
+	}
+	require.Equal(t, [2]int64{20, 60}, covered(to(30, true)))
+	require.Equal(t, [2]int64{20, 60}, covered(to(45, false)))
+	require.Equal(t, [2]int64{20, 60}, covered(to(5, true)))
+	require.Equal(t, [2]int64{20, 60}, covered(to(12, false)), "what a rewind works through counts later")
+	require.Equal(t, [2]int64{20, 60}, covered(to(8, true)))
+	require.Equal(t, [2]int64{5, 60}, covered(to(25, false)), "it has reached the range")
+	require.Equal(t, [2]int64{5, 70}, covered(to(70, false)))
+	require.Nil(t, k.row.handledTo)
 }
 
 // Property: a group at its first contact with a topic begins at the end of every partition for
@@ -201,7 +239,7 @@ func TestFirstPositions(t *testing.T) {
 	log := func(committed *committedOffset) *topicLog {
 		return &topicLog{cluster: "cluster", topicID: startTopic, first: 1, end: 9, committed: committed}
 	}
-	logs := map[int32]*topicLog{0: log(nil), 1: log(&committedOffset{4, ""}), 2: log(&committedOffset{4, commitMetadata("cluster", earlierTopic, 4, -1)})}
+	logs := map[int32]*topicLog{0: log(nil), 1: log(&committedOffset{4, ""}), 2: log(&committedOffset{4, commitMetadata("cluster", earlierTopic, 4)})}
 	rows := firstPositions(StartLatest, logs)
 	require.Len(t, rows, 3)
 	require.EqualValues(t, 9, *rows[0].next)

@@ -2,12 +2,12 @@ package consumer
 
 import (
 	"cmp"
-	"context"
-	"fmt"
+	"encoding/json"
+	"net/http"
 	"slices"
 	"time"
 
-	"github.com/jackc/pgx/v5"
+	"github.com/google/uuid"
 )
 
 // Phase is what Run is doing.
@@ -54,13 +54,167 @@ type PartitionStatus struct {
 	// Lag is the number of offsets between the last handled message and the end of the partition.
 	// The end is as this consumer last saw it: with the last records that arrived, or up to a
 	// minute ago. A topic without new writes has lag 0. Offsets of control records count for up to
-	// 10 s. -1: unknown, the partition is not taken over.
+	// 10 s. -1: unknown, the partition is not acquired.
 	Lag int64 `json:"lag"`
-	// Parked is how many messages of the partition are parked, counted up to 10,000, every 10 s.
-	// -1: not counted yet.
-	Parked int64 `json:"parked"`
-	// Epoch is the epoch of this consumer's takeover; 0: the partition is not taken over.
+	// Epoch is the epoch under which this consumer holds the partition; 0: it is not acquired.
 	Epoch int64 `json:"epoch"`
+}
+
+// PartitionState is the state of an assigned partition. docs/how-to/consume.md describes what to do
+// about each.
+type PartitionState uint8
+
+// The states. If the workers of a partition are in different states, the last one in this list
+// counts.
+const (
+	// StateUnassigned: the partition is not assigned to this consumer.
+	StateUnassigned PartitionState = iota
+	// StateWaiting: it is not acquired yet, because the database or the partition's leader does not
+	// answer.
+	StateWaiting
+	// StateRunning: its messages are handled.
+	StateRunning
+	// StatePausedByOperator: an operator paused its topic.
+	StatePausedByOperator
+	// StateWaitingForDatabase: it waits until the database answers.
+	StateWaitingForDatabase
+	// StatePausedByBreaker: too many of its messages fail; it pauses instead of parking them. See
+	// Config.ParkShareMax.
+	StatePausedByBreaker
+	// StateBlocked: it retries one message repeatedly, because OnFailure is OnFailureBlock or
+	// because the message cannot be parked; or too many handlers do not return. See
+	// Config.AbandonedMax.
+	StateBlocked
+	// StateFenced: another consumer took the partition while this one held it. The group's
+	// assignment decides.
+	StateFenced
+	// StateHalted: it waits for an operator's decision.
+	StateHalted
+	// StateDraining: it was revoked, or Run ends. The batch in progress may finish.
+	StateDraining
+)
+
+// String describes the state in a few words.
+func (s PartitionState) String() string {
+	names := [...]string{
+		"unassigned", "waiting", "running", "paused by an operator", "waiting for the database", "paused by the breaker", "blocked", "fenced", "halted", "draining",
+	}
+	if int(s) < len(names) {
+		return names[s]
+	}
+	return "unknown"
+}
+
+// MarshalText is String, for JSON.
+func (s PartitionState) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// assignment is a partition that Kafka assigned to this session, running or not. The session's
+// mutex guards it.
+type assignment struct {
+	key     topicPartition
+	p       *partition // its worker; nil: it does not run
+	pos     *position  // as last acquired; nil: not acquired
+	topicID uuid.UUID
+
+	state PartitionState
+	since time.Time      // when the state began
+	err   error          // why it does not run, or why it retries a message; nil: neither
+	told  PartitionState // by Hooks.State
+
+	reached int64 // this assignment handled everything before this offset; -1: unknown
+	end     int64 // of the topic, as last read; -1: unknown
+	mark    int64 // offset to be committed to Kafka; -1: none
+
+	acquiring bool      // it is being acquired again
+	attempt   int       // to acquire it
+	retryAt   time.Time // when it is acquired again; zero: nothing is due
+	saidAt    time.Time // when the log last reported that it waits
+	seen      *int64    // a position that was ahead of the end of the topic
+	refusals  int       // in a row
+	refusedAt time.Time
+
+	unreadable error // why its next records cannot be read
+	unread     damage
+}
+
+func (a *assignment) become(state PartitionState, err error) {
+	if a.state != state {
+		a.since = time.Now()
+	}
+	a.state, a.err = state, err
+}
+
+// saw stores what an acquisition found.
+func (a *assignment) saw(t held) {
+	a.pos, a.topicID, a.reached, a.end = t.pos, t.log.topicID, t.decision.at, t.log.end
+}
+
+// note sets the state of an assigned partition. It changes nothing for one that is not assigned.
+func (s *session) note(key topicPartition, state PartitionState, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a := s.assignments[key]; a != nil {
+		a.become(state, err)
+	}
+}
+
+// laneState is the state of a lane, and why it does not run or retries a message.
+type laneState struct {
+	state PartitionState
+	err   error
+}
+
+// become sets the state of the lane. It is called after each commit: a lane that was already
+// running takes no lock.
+func (l *lane) become(state PartitionState, err error) {
+	now := laneState{state, err}
+	if now == (laneState{state: StateRunning}) && l.does == now {
+		return
+	}
+	l.does = now
+	if l.noted != nil {
+		l.noted(l, now)
+	}
+}
+
+// noteLane records the state of a lane of a partition, or of a message that blocks. It changes nothing
+// if the partition was taken from the session: then it drains, whatever its lanes do.
+func (s *session) noteLane(p *partition, who any, does laneState) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if does == (laneState{state: StateRunning}) {
+		delete(p.lanes, who)
+	} else {
+		p.lanes[who] = does
+	}
+	s.noteWork(p)
+}
+
+// notePause records whether an operator paused a partition's topic.
+func (s *session) notePause(p *partition, paused bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p.paused = paused
+	s.noteWork(p)
+}
+
+// noteWork sets the state of a running partition: the worst state of its lanes, or that its topic
+// is paused. The caller holds the mutex.
+func (s *session) noteWork(p *partition) {
+	a := s.assignments[p.key()]
+	if a == nil || a.p != p {
+		return
+	}
+	worst := laneState{state: StateRunning}
+	if p.paused {
+		worst = laneState{StatePausedByOperator, errPaused}
+	}
+	for _, does := range p.lanes {
+		if does.state > worst.state || does.state == worst.state && worst.err == nil {
+			worst = does
+		}
+	}
+	a.become(worst.state, worst.err)
 }
 
 // Status returns the state of the consumer and its partitions. It reads memory only, is safe for
@@ -81,8 +235,8 @@ func (c *Consumer) Status() Status {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for key, a := range s.assignments {
-		status.Partitions = append(status.Partitions, a.status(s.partitions[key]))
+	for _, a := range s.assignments {
+		status.Partitions = append(status.Partitions, a.status())
 	}
 	slices.SortFunc(status.Partitions, func(a, b PartitionStatus) int {
 		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Partition, b.Partition))
@@ -90,23 +244,16 @@ func (c *Consumer) Status() Status {
 	return status
 }
 
-// status returns the state of an assigned partition; p is nil if it has no worker.
-func (a *assignment) status(p *partition) PartitionStatus {
-	status := PartitionStatus{
-		Topic: a.key.topic, Partition: a.key.partition, State: a.state, Since: a.since, Position: a.position, Lag: -1, Parked: a.parked, Epoch: a.epoch,
-	}
+func (a *assignment) status() PartitionStatus {
+	status := PartitionStatus{Topic: a.key.topic, Partition: a.key.partition, State: a.state, Since: a.since, Position: -1, Lag: -1}
 	if a.err != nil {
 		status.Err = a.err.Error()
 	}
+	if a.pos != nil {
+		status.Epoch, status.Position = a.pos.epoch, a.pos.next.Load()
+	}
 	if a.end >= 0 && a.reached >= 0 {
 		status.Lag = max(0, a.end-a.reached)
-	}
-	if p != nil {
-		pos := p.current.Load()
-		status.Epoch, status.Position = pos.epoch, -1
-		if pos.stored != nil {
-			status.Position = *pos.stored
-		}
 	}
 	return status
 }
@@ -133,63 +280,149 @@ type phaseNow struct {
 
 func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase, err}) }
 
-// countEvery is how often parked messages are counted: one statement for all partitions of a
-// session.
-const countEvery = 10 * time.Second
-
-// parkedCountMax bounds the count of a partition.
-const parkedCountMax = 10_000
-
-// keepCounting counts the parked messages of the session's partitions, for Status.
-func (s *session) keepCounting(ctx context.Context) {
-	ticker := time.NewTicker(s.consumer.countEvery)
-	defer ticker.Stop()
-	said := false
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
+// tellStates calls Hooks.State for each partition whose state has changed since the last call.
+func (s *session) tellStates() {
+	hook := s.engine.cfg.Hooks.State
+	if hook == nil {
+		return
+	}
+	var changes []StateChange
+	s.mu.Lock()
+	for key, a := range s.assignments {
+		if a.told != a.state {
+			changes = append(changes, StateChange{Topic: key.topic, Partition: key.partition, From: a.told, To: a.state, Err: a.err})
+			a.told = a.state
 		}
-		err := s.countParked(ctx)
-		if err != nil && ctx.Err() == nil && !said {
-			s.engine.cfg.Logger.WarnContext(ctx, "could not count parked messages; will retry",
-				"group", s.engine.cfg.Group, "error", err)
-		}
-		said = err != nil
+	}
+	changes, s.untold = append(s.untold, changes...), nil
+	s.mu.Unlock()
+	slices.SortStableFunc(changes, func(a, b StateChange) int {
+		return topicPartition{a.Topic, a.Partition}.compare(topicPartition{b.Topic, b.Partition})
+	})
+	for _, change := range changes {
+		s.engine.hook(nil, func() { hook(change) })
 	}
 }
 
-func (s *session) countParked(ctx context.Context) error {
-	e := s.engine
-	var keys []topicPartition
-	s.mu.Lock()
-	for key := range s.assignments {
-		keys = append(keys, key)
-	}
-	s.mu.Unlock()
-	if len(keys) == 0 {
-		return nil
-	}
-	consumers, topics, numbers := make([]int32, len(keys)), make([]string, len(keys)), make([]int32, len(keys))
-	for i, key := range keys {
-		consumers[i], topics[i], numbers[i] = s.consumer.ids[key.topic].ID(), key.topic, key.partition
-	}
-	ctx, cancel := e.bounded(ctx)
-	defer cancel()
-	rows, err := e.pool.Query(ctx, e.sql.countParked, consumers, topics, numbers, parkedCountMax)
-	if err != nil {
-		return fmt.Errorf("count parked messages: %w", err)
-	}
-	var place int
-	var n int64
-	_, err = pgx.ForEachRow(rows, []any{&place, &n}, func() error {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if a := s.assignments[keys[place]]; a != nil {
-			a.parked = n
+// Hooks are optional callbacks, for metrics. They are called from the goroutines of partitions and
+// workers, which wait for them for at most HandlerTimeout. While one does not return, none is called.
+type Hooks struct {
+	// Processed is called after each commit.
+	Processed func(Processed)
+	// Failed is called after each failed attempt at a single message.
+	Failed func(Failed)
+	// Parked is called for each message that a commit parked or turned into a dead letter.
+	Parked func(Parked)
+	// WithoutID is called for each message that is identified by its coordinates alone, after the
+	// commit.
+	WithoutID func(msg *Message)
+	// State is called when the state of an assigned partition has changed, up to a second later,
+	// until Run returns. States that end within that second may be left out. Use it for an alert on
+	// StateHalted.
+	State func(StateChange)
+}
+
+// StateChange is a change of a partition's state.
+type StateChange struct {
+	Topic     string
+	Partition int32
+	From, To  PartitionState
+	// Err is why the partition does not run; nil: it runs, or no error is the reason.
+	Err error
+}
+
+// Processed is what a transaction committed.
+type Processed struct {
+	Topic     string
+	Partition int32
+	// Fresh messages were handled, Duplicates were dropped, Parked were parked or made dead letters.
+	// Conflicts were dropped although they are no duplicates, because of OnConflictDrop.
+	Fresh, Duplicates, Parked, Conflicts int
+	// Retried: the messages were parked before, and retried.
+	Retried bool
+	// Next is the offset after the last message, Time that message's timestamp.
+	Next int64
+	Time time.Time
+	// Claim, Handle and Commit are the durations of the transaction's parts: up to the answer to
+	// the claim, in the handler, and from there to the answer to COMMIT.
+	Claim, Handle, Commit time.Duration
+}
+
+// Failed is a failed attempt at a message.
+type Failed struct {
+	Message *Message
+	// Attempt counts from 1.
+	Attempt int
+	Err     error
+	// Permanent: no further attempt is made.
+	Permanent bool
+	// Origin is where the error arose: "statement" (the handler's, in its transaction), "handler"
+	// (what it returned, its other connections, its time limit) or "commit".
+	Origin string
+}
+
+// Parked is a message that was not handled, and why.
+type Parked struct {
+	Message *Message
+	// Reason as in parked_messages: failed, permanent, undecodable, unknown_type, invalid,
+	// too_large, expired, conflict, crashed, behind.
+	Reason   string
+	Err      error // nil with "behind"
+	Attempts int
+	// Retry: the message is tried again, after RetryIn; otherwise only an operator can retry it.
+	Retry   bool
+	RetryIn time.Duration
+	// DeadLetter: the message was sent to the dead letter topic.
+	DeadLetter bool
+}
+
+// ReadyHandler answers 200 while the consumer is in its group, otherwise 503, with the Status as JSON,
+// "ready", and for 503 the "reason". It queries neither the database nor Kafka. The answer contains
+// no error texts: they may contain parts of payloads. The log and Status have them.
+//
+// It is meant for a readinessProbe. Readiness of a consumer routes no traffic; it decides whether a
+// rollout proceeds. So a new replica is ready when it passed the checks of Run and joined its
+// group: its configuration, its rights and its schema work. A consumer that waits for the database
+// or for Kafka at its start is not ready. The state of single partitions never makes it unready,
+// because another release would not help: a partition that is halted, blocked or waiting for the
+// database is in the answer, and needs an alert. See Hooks.State.
+//
+// For a livenessProbe always answer 200: a restart fixes neither a database nor a partition that
+// waits for an operator.
+func ReadyHandler(c *Consumer) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		answer := struct {
+			Ready  bool   `json:"ready"`
+			Reason string `json:"reason,omitempty"`
+			Status
+		}{Status: c.Status()}
+		answer.Ready = answer.Phase == PhaseConsuming
+		code := http.StatusOK
+		if !answer.Ready {
+			code, answer.Reason = http.StatusServiceUnavailable, answer.Phase.reason()
 		}
-		return nil
+		body, err := json.Marshal(answer)
+		if err != nil {
+			http.Error(w, "status cannot be shown", http.StatusInternalServerError)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("Cache-Control", "no-store")
+		w.WriteHeader(code)
+		_, _ = w.Write(append(body, '\n'))
 	})
-	return err
+}
+
+// reason describes why a phase is not ready.
+func (p Phase) reason() string {
+	switch p {
+	case PhaseStarting:
+		return "starting: the database or Kafka does not answer yet, or is being checked; the log has the error"
+	case PhaseJoining:
+		return "joining: not a member of the group; the log says why if it lasts"
+	case PhaseDraining:
+		return "draining: Run's context ended"
+	default:
+		return "stopped: Run was not called, or returned; its error says why"
+	}
 }

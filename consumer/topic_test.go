@@ -108,8 +108,7 @@ func TestAddedPartitionsAreConsumed(t *testing.T) {
 // Property: a message that grows a thousandfold when it is decompressed is parked by reference, in
 // bounded memory. Row C39 of guarantees.md.
 func TestDecompressionBombIsParked(t *testing.T) {
-	longtest.Only(t, "it measures the heap")
-	t.Parallel()
+	longtest.Only(t, "it measures the heap") // of the process: so not beside other tests
 	h := newHarness(t, 1)
 	const size = 48 << 20
 	client := kafkatest.Client(t, kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(64<<20), kgo.BrokerMaxWriteBytes(100<<20))

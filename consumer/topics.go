@@ -26,8 +26,6 @@ const (
 	missingLooks = 4
 	// missingPause is the pause between two lookups.
 	missingPause = 500 * time.Millisecond
-	// missingWarnEvery is how often a missing topic is logged.
-	missingWarnEvery = time.Minute
 )
 
 // topicsExist waits for brokers that do not answer yet, then returns ErrUnknownTopic for topics
@@ -79,30 +77,3 @@ func missingTopics(ctx context.Context, client *kgo.Client, topics []string) ([]
 	}
 	return missing, nil
 }
-
-// awaitTopics logs the missing topics, at the start and then once a minute, until all exist.
-func (s *session) awaitTopics(ctx context.Context) {
-	if s.engine.cfg.MissingTopic != MissingTopicWait {
-		return
-	}
-	var said time.Time
-	for waited := false; ctx.Err() == nil; waited = true {
-		missing, err := missingTopics(ctx, s.client, s.engine.cfg.Topics)
-		switch {
-		case ctx.Err() != nil:
-			return
-		case err == nil && len(missing) == 0:
-			if waited {
-				s.client.ForceMetadataRefresh()
-			}
-			return
-		case err == nil && time.Since(said) >= missingWarnEvery:
-			said = time.Now()
-			s.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.engine.cfg.Group, "topics", missing)
-		}
-		pause.For(ctx, missingEvery)
-	}
-}
-
-// missingEvery is how often missing topics are looked up.
-const missingEvery = 2 * time.Second

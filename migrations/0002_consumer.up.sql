@@ -143,7 +143,11 @@ CREATE TABLE effectonce.consumer_positions (
   trouble_since  timestamptz,
   -- Offsets from handled_from to next_offset were worked through by the consumer handled_by under handled_rule:
   -- a claim that is fresh in there was forgotten. Null: nothing is known about what lies behind the position.
+  -- After a rewind the range reaches up to handled_to, and it begins at rewound_from once the position has reached
+  -- handled_from.
   handled_from   bigint,
+  handled_to     bigint,
+  rewound_from   bigint,
   handled_by     integer,
   handled_rule   text        CHECK (octet_length(handled_rule) <= 2048),
   -- An operator's order to resume at this offset; -2: at the start of the topic, -1: at its end. The holder

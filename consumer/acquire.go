@@ -1,0 +1,549 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/bounds"
+)
+
+// takeOverMax bounds one attempt to acquire partitions, so that a request that hangs is abandoned
+// and logged.
+const takeOverMax = 15 * time.Second
+
+// position is a partition's position as its present holder knows it. It exists once.
+type position struct {
+	topic     string
+	partition int32
+	epoch     int64
+	next      atomic.Int64 // next_offset as this holder last saw it stored; -1: none
+	handled   handledRange
+	// stuck is how many consecutive holders ended without a clean release and without finishing any
+	// message.
+	stuck int
+	// server is the start time of the server on which the position was acquired. After a failover
+	// it differs.
+	server time.Time
+}
+
+// stored is next_offset as this holder last saw it; nil: none.
+func (p *position) stored() *int64 {
+	if next := p.next.Load(); next >= 0 {
+		return &next
+	}
+	return nil
+}
+
+func (p *position) set(next *int64) {
+	if next != nil {
+		p.next.Store(*next)
+	}
+}
+
+func (p *position) isHandled(offset int64) bool { return p.handled.contains(offset, p.stored()) }
+
+// hold is a partition to be acquired.
+type hold struct {
+	topicPartition
+	log     *topicLog // nil: the records do not come from Kafka
+	seen    *int64    // a position that was read before log
+	offsets []int64   // of the records passed to Deliver
+}
+
+// held is a partition that was acquired, or why it could not be.
+type held struct {
+	pos      *position
+	decision decision
+	waits    error
+	ahead    *int64 // the position is ahead of the log, perhaps only because the log was read earlier
+	log      *topicLog
+	paused   bool // by an operator
+}
+
+var (
+	errAhead = errors.New("the position advances while it is acquired")
+	// errNotMet: if a group begins at the end of a topic, all partitions begin there at the same
+	// moment, so the ends of all must be known.
+	errNotMet   = errors.New("first contact of the group with the topic, to begin at its end (Config.Start): this needs the ends of all partitions, and one is unknown (no leader?)")
+	errWentBack = errors.New("the database lost commits of this consumer (a failover?): resuming at its position")
+	errPaused   = errors.New("an operator paused the topic")
+)
+
+// begin acquires the partitions of an assignment and starts them. It returns where each is fetched.
+func (s *session) begin(ctx context.Context, keys []topicPartition) (map[topicPartition]int64, error) {
+	s.assigning.Lock()
+	defer s.assigning.Unlock()
+	slices.SortFunc(keys, topicPartition.compare)
+	var left []*partition // of an earlier assignment
+	s.mu.Lock()
+	for _, key := range keys {
+		a := &assignment{key: key, reached: -1, end: -1, mark: -1}
+		var why error
+		if before := s.assignments[key]; before != nil {
+			a.state, a.since, a.told = before.state, before.since, before.told
+			if before.state == StateWaiting {
+				why = before.err // it keeps the time since which it waits
+			}
+			if before.p != nil {
+				left = append(left, before.p)
+			}
+		}
+		s.assignments[key] = a
+		a.become(StateWaiting, why)
+	}
+	s.mu.Unlock()
+	if len(left) > 0 {
+		s.stop(ctx, left, 0)
+	}
+	taken, err := s.acquire(ctx, keys)
+	if err != nil {
+		return nil, err
+	}
+	begins := map[topicPartition]int64{}
+	for key, t := range taken {
+		begins[key] = s.start(ctx, key, t, 0)
+	}
+	return begins, nil
+}
+
+// again acquires assigned partitions again: an operator ordered where they resume, they had to wait,
+// they were refused, or the database lost commits. It ends their workers first. It does nothing for
+// a partition that was revoked.
+func (s *session) again(ctx context.Context, why string, keys ...topicPartition) {
+	s.assigning.Lock()
+	defer s.assigning.Unlock()
+	assigned, workers := s.takeWorkers(keys)
+	if len(assigned) == 0 {
+		return
+	}
+	s.pauseFetching(assigned)
+	if len(workers) > 0 {
+		for _, p := range workers {
+			s.engine.cfg.Logger.InfoContext(ctx, "partition is acquired again", "group", s.engine.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "why", why)
+		}
+		s.stop(ctx, workers, min(s.engine.cfg.DrainMax, againDrainMax))
+		s.pauseFetching(assigned) // a worker may have resumed it while it ended
+		s.commitMarks(ctx)
+	}
+	limited, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
+	taken, err := s.acquire(limited, assigned)
+	moved := false
+	for _, key := range assigned {
+		t := taken[key]
+		if err != nil {
+			t = held{waits: err}
+		}
+		if t.waits == nil && t.decision.halt == nil {
+			s.setOffset(key, t.decision.at)
+		}
+		s.start(ctx, key, t, s.polls.Load())
+		moved = moved || t.decision.moved
+	}
+	if moved {
+		s.commitMarks(ctx) // at once: another program's offset behind it would look like a rewind
+	}
+}
+
+// takeWorkers returns those of the partitions that are assigned, and their workers, which end.
+func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition, workers []*partition) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, key := range keys {
+		a := s.assignments[key]
+		if a == nil || s.closing {
+			continue
+		}
+		assigned = append(assigned, key)
+		a.retryAt = time.Time{}
+		if a.p != nil {
+			workers = append(workers, a.p)
+			a.p = nil
+			a.become(StateDraining, nil)
+		}
+	}
+	slices.SortFunc(assigned, topicPartition.compare)
+	return assigned, workers
+}
+
+func (s *session) pauseFetching(keys []topicPartition) {
+	list := map[string][]int32{}
+	for _, key := range keys {
+		list[key.topic] = append(list[key.topic], key.partition)
+	}
+	s.client.PauseFetchPartitions(list)
+}
+
+// acquire decides where partitions begin and stores that under a new epoch. It returns an error only
+// if the database or all brokers fail. If one partition gets no answer, its waits is the reason.
+func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	paused, err := s.consumer.paused(ctx)
+	if err != nil {
+		return nil, err
+	}
+	answer, err := s.ask(ctx, keys)
+	if err != nil {
+		return nil, err
+	}
+	taken := map[topicPartition]held{}
+	var holds []hold
+	s.mu.Lock()
+	for _, key := range keys {
+		if log := answer.logs[key]; log == nil {
+			taken[key] = held{waits: answer.silent[key]}
+		} else if a := s.assignments[key]; a != nil {
+			holds = append(holds, hold{topicPartition: key, log: log, seen: a.seen})
+		}
+	}
+	s.mu.Unlock()
+	if len(holds) == 0 {
+		return taken, nil
+	}
+	list, err := s.consumer.hold(ctx, holds, answer.contacts(s.engine.cfg.Start))
+	if err != nil {
+		return nil, err
+	}
+	for i, h := range holds {
+		t := list[i]
+		t.log, t.paused = h.log, paused[h.topic]
+		taken[h.topicPartition] = t
+	}
+	return taken, nil
+}
+
+// start carries out the decision for a partition: its worker begins, or its fetching pauses. It
+// returns the offset at which the client must fetch. during is the poll that may still return
+// records that were fetched before.
+func (s *session) start(ctx context.Context, key topicPartition, t held, during uint64) int64 {
+	logger, where := s.engine.cfg.Logger, []any{"group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition}
+	switch {
+	case t.waits != nil:
+		s.wait(ctx, key, t)
+		return 0
+	case t.decision.halt != nil:
+		problem := halted(t.decision.halt)
+		s.halt(key, problem, t)
+		logger.ErrorContext(ctx, "partition halts", append(where, "error", problem)...)
+		return t.decision.at
+	}
+	if t.decision.reset != nil {
+		logger.ErrorContext(ctx, "continuing at the earliest remaining record", append(where, "error", t.decision.reset, "resume", t.decision.at)...)
+	}
+	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
+		"position", orNone(t.pos.stored()), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
+	s.startWorker(key, t, during) //nolint:contextcheck // the worker outlives the assignment
+	return t.decision.at
+}
+
+// orNone is an offset for a log line.
+func orNone(offset *int64) any {
+	if offset == nil {
+		return "none"
+	}
+	return *offset
+}
+
+// wait pauses a partition that could not be acquired, until the next attempt.
+func (s *session) wait(ctx context.Context, key topicPartition, t held) {
+	s.pauseFetching([]topicPartition{key})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[key]
+	if a == nil {
+		return
+	}
+	a.become(StateWaiting, t.waits)
+	a.attempt++
+	wait := s.engine.backoff(a.attempt)
+	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
+	if time.Since(a.saidAt) >= sayEvery {
+		a.saidAt = time.Now()
+		s.engine.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition,
+			"error", t.waits, "attempt", a.attempt, "retry_in", readable(wait))
+	}
+}
+
+// sayEvery limits how often a waiting partition is logged.
+const sayEvery = 30 * time.Second
+
+// halt pauses a partition until an operator decides.
+func (s *session) halt(key topicPartition, problem error, t held) {
+	s.pauseFetching([]topicPartition{key})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a := s.assignments[key]; a != nil {
+		a.become(StateHalted, problem)
+		a.retryAt = time.Time{}
+		if t.pos != nil {
+			a.saw(t)
+		}
+	}
+}
+
+func (s *session) startWorker(key topicPartition, t held, during uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[key]
+	if s.closing || a == nil {
+		return
+	}
+	a.saw(t)
+	a.attempt, a.retryAt, a.saidAt, a.seen, a.unreadable = 0, time.Time{}, time.Time{}, nil, nil
+	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID)
+	p.during, p.paused = during, t.paused
+	p.marked = func(next int64) { s.mark(p, next) }
+	p.lane.refused = func(f *failure) { s.refused(p, f) }
+	p.lane.noted = func(who any, does laneState) { s.noteLane(p, who, does) }
+	p.queue.start(t.decision.at)
+	p.queue.halt(t.paused)
+	a.p = p
+	s.noteWork(p)
+	if t.decision.moved {
+		// Kafka's offset may be behind and committed by another program, which would undo the move.
+		a.mark = t.decision.at
+	}
+	s.client.ResumeFetchPartitions(map[string][]int32{key.topic: {key.partition}})
+	go p.handleUntilStopped(s.restart)
+}
+
+// refused is called by a partition whose position was refused, or whose COMMIT is unknown where only
+// the position can tell. It ends by itself, and is acquired again after a pause: two holders that
+// take a partition from each other without one would both make no progress. Kafka's assignment
+// decides which one keeps it, and needs seconds.
+func (s *session) refused(p *partition, f *failure) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[p.key()]
+	if a == nil || a.p != p || !a.retryAt.IsZero() {
+		return
+	}
+	if time.Since(a.refusedAt) > refusalReset {
+		a.refusals = 0
+	}
+	wait := s.engine.backoff(a.refusals + 1)
+	if isFenced(nil, f) && !errors.Is(f.err, errServerChanged) {
+		wait = min(refusalMin<<min(a.refusals, 10), refusalMax)
+	}
+	a.refusals, a.refusedAt, a.retryAt = a.refusals+1, time.Now(), time.Now().Add(wait)
+	p.lane.log(slog.LevelWarn, "the position is refused: another consumer holds the partition, or the database lost commits; it is acquired again", "error", f.err, "retry_in", wait)
+}
+
+const (
+	refusalMin   = time.Second
+	refusalMax   = time.Minute
+	refusalReset = 5 * time.Minute // without a refusal
+)
+
+// hold begins a new epoch for each partition, decides where it begins and stores the decision, all
+// in one transaction. It locks the rows before it decides. The results are in the order of holds.
+func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) ([]held, error) {
+	taken := make([]held, len(holds))
+	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
+	err := pgx.BeginTxFunc(ctx, c.engine.pool, options, func(tx pgx.Tx) error {
+		rows, met, err := c.lockPositions(ctx, tx, holds, contacts)
+		if err != nil {
+			return err
+		}
+		for i, h := range holds {
+			row := rows[h.topicPartition]
+			if _, known := met[h.topic]; !known && h.log != nil {
+				taken[i].waits = errNotMet
+			} else if h.ahead(row) {
+				taken[i] = held{waits: errAhead, ahead: row.next}
+			} else {
+				taken[i] = c.decide(c.known(h, row, met))
+			}
+		}
+		return c.storeHolds(ctx, tx, holds, rows, taken)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("acquire positions: %w", err)
+	}
+	return taken, nil
+}
+
+// ahead reports whether the position is ahead of the end of the topic, perhaps because its holder
+// advanced after Kafka's answer. If it was already ahead when Kafka was asked, the end is lost.
+func (h hold) ahead(row storedPosition) bool {
+	if h.log == nil || row.next == nil || *row.next <= h.log.end || (known{row: row, log: h.log}).recreated() {
+		return false
+	}
+	return h.seen == nil || *h.seen <= h.log.end
+}
+
+func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known {
+	cfg, rule := c.engine.cfg, c.idRule(h.topic)
+	if row.handledRule != nil {
+		// Two texts may describe rules that give every message the same ID.
+		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.rules[h.topic]) {
+			row.handledRule = &rule
+		}
+	}
+	partitions, ok := met[h.topic]
+	if !ok {
+		partitions = math.MaxInt32
+	}
+	return known{
+		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions, offsets: h.offsets,
+		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
+	}
+}
+
+// idRule is the text of the rule by which messages of a topic get their IDs. Messages that were
+// handled under another rule have other claims.
+func (c *Consumer) idRule(topic string) string { return c.rules[topic].String() }
+
+func (c *Consumer) decide(k known) held {
+	d := decideStart(k)
+	pos := &position{topic: k.topic, partition: k.partition, epoch: k.row.epoch + 1, handled: d.handled, server: k.row.server}
+	pos.next.Store(-1)
+	pos.set(d.next)
+	if next := k.row.next; !k.row.released && (next == nil) == (k.row.heldOffset == nil) && (next == nil || *next == *k.row.heldOffset) {
+		pos.stuck = k.row.stuck + 1
+	}
+	return held{pos: pos, decision: d}
+}
+
+// lockPositions inserts missing rows, then locks and reads all of them.
+func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, contacts []contact) (map[topicPartition]storedPosition, map[string]int32, error) {
+	topics, numbers := make([]string, len(holds)), make([]int32, len(holds))
+	for i, h := range holds {
+		topics[i], numbers[i] = h.topic, h.partition
+	}
+	group := c.engine.cfg.Group
+	rows, met := map[topicPartition]storedPosition{}, map[string]int32{}
+	batch := &pgx.Batch{}
+	batch.Queue(c.engine.sql.settings, c.engine.timeout[0], c.engine.timeout[1], c.engine.timeout[2])
+	if len(contacts) > 0 {
+		batch.Queue(c.engine.sql.contact, contactArguments(group, contacts)...)
+	}
+	batch.Queue(c.engine.sql.met, group, topics).Query(func(found pgx.Rows) error {
+		var topic string
+		var partitions int32
+		_, err := pgx.ForEachRow(found, []any{&topic, &partitions}, func() error {
+			met[topic] = partitions
+			return nil
+		})
+		return err
+	})
+	batch.Queue(c.engine.sql.rows, group, topics, numbers)
+	batch.Queue(c.engine.sql.lock, group, topics, numbers).Query(func(found pgx.Rows) error {
+		for found.Next() {
+			var key topicPartition
+			var row storedPosition
+			var topicID *[16]byte
+			err := found.Scan(&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledTo, &row.rewoundFrom,
+				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server)
+			if err != nil {
+				return err
+			}
+			if topicID != nil {
+				row.topicID = *topicID
+			}
+			rows[key] = row
+		}
+		return found.Err()
+	})
+	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
+		return nil, nil, fmt.Errorf("read positions: %w", err)
+	}
+	return rows, met, nil
+}
+
+func nullable(id uuid.UUID) *[16]byte {
+	if id == uuid.Nil {
+		return nil
+	}
+	raw := [16]byte(id)
+	return &raw
+}
+
+// storeHolds stores the decisions.
+func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
+	var topics, rules []string
+	var numbers, stuck, by []int32
+	var epochs, from []int64
+	var topicIDs []*[16]byte
+	var nexts, to, rewound []*int64
+	var moved, ordered []bool
+	var halts []*string
+	batch := &pgx.Batch{}
+	for i, h := range holds {
+		if taken[i].waits != nil {
+			continue
+		}
+		row, d, pos := rows[h.topicPartition], taken[i].decision, taken[i].pos
+		topics, numbers, epochs = append(topics, h.topic), append(numbers, h.partition), append(epochs, row.epoch)
+		var topicID *[16]byte
+		recreated := false
+		if h.log != nil {
+			topicID, recreated = nullable(h.log.topicID), known{row: row, log: h.log}.recreated()
+		}
+		topicIDs, nexts, stuck, moved = append(topicIDs, topicID), append(nexts, d.next), append(stuck, int32(pos.stuck)), append(moved, d.moved || recreated)
+		from, to, rewound = append(from, d.store.from), append(to, d.store.to), append(rewound, d.store.rewound)
+		by, rules, ordered = append(by, c.ids[h.topic].ID()), append(rules, c.idRule(h.topic)), append(ordered, d.ordered)
+		var halt *string
+		if d.halt != nil {
+			text := bounds.ErrorText(halted(d.halt))
+			halt = &text
+		}
+		halts = append(halts, halt)
+		if d.reset != nil {
+			batch.Queue(c.engine.sql.reset, c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
+		}
+	}
+	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, topics, numbers, epochs, topicIDs, nexts, stuck, moved, from, by, rules, ordered, halts, to, rewound)
+	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
+		return fmt.Errorf("store where partitions begin: %w", err)
+	}
+	return nil
+}
+
+func halted(problem error) error { return fmt.Errorf("the partition halts: %w", problem) }
+
+// paused lists the topics that an operator paused for the group.
+func (c *Consumer) paused(ctx context.Context) (map[string]bool, error) {
+	rows, err := c.engine.pool.Query(ctx, c.engine.sql.pauses, c.engine.cfg.Group)
+	if err != nil {
+		return nil, fmt.Errorf("read which topics are paused: %w", err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("read which topics are paused: %w", err)
+	}
+	found := map[string]bool{}
+	for _, name := range names {
+		found[name] = true
+	}
+	return found, nil
+}
+
+// giveUp stores that positions are released in good order.
+func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
+	if len(positions) == 0 {
+		return nil
+	}
+	topics, numbers, epochs := make([]string, len(positions)), make([]int32, len(positions)), make([]int64, len(positions))
+	for i, pos := range positions {
+		topics[i], numbers[i], epochs[i] = pos.topic, pos.partition, pos.epoch
+	}
+	ctx, cancel := context.WithTimeout(ctx, markMax)
+	defer cancel()
+	if _, err := c.engine.pool.Exec(ctx, c.engine.sql.givenUp, c.engine.cfg.Group, topics, numbers, epochs); err != nil {
+		return fmt.Errorf("release positions: %w", err)
+	}
+	return nil
+}

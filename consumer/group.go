@@ -1,0 +1,380 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkaclient"
+	"github.com/effectonce/effectonce/internal/pause"
+)
+
+// session is one membership in the group: a client and the partitions that Kafka assigned to it.
+type session struct {
+	consumer *Consumer
+	engine   *engine // the consumer's
+	client   *kgo.Client
+	ready    chan struct{} // closed when client is set: callbacks may run earlier
+
+	mu          sync.Mutex
+	assignments map[topicPartition]*assignment
+	cluster     string // ID of the brokers' cluster
+	closing     bool   // no further partition begins
+
+	values context.Context //nolint:containedctx // Run's values, for handlers; never cancelled
+	life   context.Context //nolint:containedctx // ends when the session begins to close
+	close  context.CancelFunc
+	polls  atomic.Uint64 // polls begun so far
+
+	assigning  sync.Mutex     // one goroutine at a time acquires or releases partitions: see release
+	committing sync.Mutex     // the same for commits to Kafka
+	untold     []StateChange  // of partitions that are no longer assigned
+	failed     chan error     // why a new session must begin
+	warned     time.Time      // when the poll loop last logged a warning
+	looking    sync.WaitGroup // goroutines that look after the partitions while the session polls
+
+	topicsExist bool      // all of Config.Topics do
+	saidMissing time.Time // when the log last named missing ones
+}
+
+type topicPartition struct {
+	topic     string
+	partition int32
+}
+
+func newSession(c *Consumer) *session {
+	s := &session{
+		consumer: c, engine: c.engine, ready: make(chan struct{}), failed: make(chan error, 1), assignments: map[topicPartition]*assignment{},
+	}
+	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; run closes it
+	return s
+}
+
+const (
+	// pollMax bounds the records of one poll. Pausing a partition bounds the records that wait for
+	// it.
+	pollMax = 5000
+	// warnEvery limits how often errors that repeat with each fetch are logged.
+	warnEvery = time.Second
+	// markMax bounds a commit to Kafka, leaveMax the end of a session.
+	markMax  = 5 * time.Second
+	leaveMax = 5 * time.Second
+	// againDrainMax bounds how long a rebalance may wait for a partition that is acquired again.
+	againDrainMax = 5 * time.Second
+)
+
+func (s *session) options() []kgo.Opt {
+	opts := append([]kgo.Opt{
+		kgo.SoftwareNameAndVersion("effectonce-consumer", "v1"),
+		// A partition that resumes waits for the fetch that excluded it: see waitingBatchesMax.
+		kgo.FetchMaxWait(250 * time.Millisecond),
+		kgo.MaxDecompressBatchBytes(s.engine.cfg.inflateMax()),
+	}, s.consumer.kafka...)
+	return append(opts,
+		kgo.ConsumerGroup(s.engine.cfg.Group),
+		kgo.ConsumeTopics(s.engine.cfg.Topics...),
+		// Never start at the latest record, even by default: the records in between would be lost.
+		// Config.Start is resolved when partitions are acquired.
+		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
+		// A position that is no longer in the topic is handled then, too: see Config.OutOfRange.
+		kgo.ConsumeResetOffset(kgo.NoResetOffset()),
+		// The offsets of control records distinguish a partition that reached its end from one that
+		// is stuck.
+		kgo.KeepControlRecords(),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		// The session commits offsets itself: the client's commits carry no metadata.
+		kgo.DisableAutoCommit(),
+		kgo.BlockRebalanceOnPoll(),
+		kgo.AdjustFetchOffsetsFn(s.assigned),
+		kgo.OnPartitionsRevoked(s.revoked),
+		kgo.OnPartitionsLost(s.lost),
+	)
+}
+
+// consume consumes until ctx ends or a new session must begin.
+func (s *session) consume(ctx context.Context) error {
+	client, err := kafkaclient.New(s.options()...)
+	if err != nil {
+		return fmt.Errorf("kafka options: %w", err)
+	}
+	defer s.leave(ctx, client)
+	defer s.close()
+	s.client, s.values = client, context.WithoutCancel(ctx)
+	close(s.ready)
+	polling, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	defer s.tellStates()
+	defer s.looking.Wait()
+	s.looking.Go(func() { s.watch(polling) })
+	go func() {
+		select {
+		case err := <-s.failed:
+			stop(err)
+		case <-polling.Done():
+		}
+	}()
+	for polling.Err() == nil {
+		s.fetch(polling)
+	}
+	s.mu.Lock()
+	s.closing = true
+	s.mu.Unlock()
+	s.close()
+	s.drain(ctx)
+	return context.Cause(polling)
+}
+
+// drain releases all partitions, and logs it.
+func (s *session) drain(ctx context.Context) {
+	e, began := s.engine, time.Now()
+	if ctx.Err() != nil {
+		s.consumer.enter(PhaseDraining, nil)
+	}
+	e.cfg.Logger.InfoContext(ctx, "draining: batches in progress may finish", "group", e.cfg.Group, "partitions", len(s.working()), "drain_max", e.cfg.DrainMax.String())
+	s.release(context.WithoutCancel(ctx), nil, e.cfg.DrainMax)
+	e.cfg.Logger.InfoContext(ctx, "drained: all partitions are released", "group", e.cfg.Group, "lasted", readable(time.Since(began)))
+}
+
+// leave leaves the group. The client first waits for the answer to a JoinGroup. That answer arrives
+// only after every other member has joined, including one that froze. What was consumed is stored,
+// so the wait is bounded by leaveMax.
+func (s *session) leave(ctx context.Context, client *kgo.Client) {
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		client.CloseAllowingRebalance()
+	}()
+	timer := time.NewTimer(leaveMax)
+	defer timer.Stop()
+	select {
+	case <-left:
+	case <-timer.C:
+		s.engine.cfg.Logger.WarnContext(ctx, "leaving the group timed out during a rebalance: the group removes this member when the rebalance ends or the session times out", "group", s.engine.cfg.Group)
+	}
+}
+
+// restart ends the session; the first reason counts.
+func (s *session) restart(err error) {
+	select {
+	case s.failed <- err:
+	default:
+	}
+}
+
+func (s *session) isClosing() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closing
+}
+
+func (s *session) fetch(ctx context.Context) {
+	poll := s.polls.Add(1)
+	fetches := s.client.PollRecords(ctx, pollMax)
+	fetches.EachPartition(func(fetched kgo.FetchTopicPartition) {
+		if len(fetched.Records) > 0 {
+			s.arrived(poll, fetched)
+		}
+		if fetched.Err != nil {
+			s.fetchFailed(ctx, fetched) // after its records, which come before the damaged ones
+		}
+	})
+	s.client.AllowRebalance()
+}
+
+// fetchFailed handles the error of a partition's fetch. The client retries what is only logged.
+func (s *session) fetchFailed(ctx context.Context, fetched kgo.FetchTopicPartition) {
+	topic, partition, err := fetched.Topic, fetched.Partition, fetched.Err
+	var lost *kgo.ErrDataLoss
+	switch {
+	case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost), errors.Is(err, kerr.UnknownTopicID):
+		// UnknownTopicID: the topic was deleted and recreated, which a client detects only when
+		// it starts.
+		s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
+	case isUnreadable(fetched):
+		s.unreadable(topicPartition{topic, partition}, err)
+	case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
+		s.warned = time.Now()
+		s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
+	}
+}
+
+// arrived gives the records of a poll to their partition.
+func (s *session) arrived(poll uint64, fetched kgo.FetchTopicPartition) {
+	key := topicPartition{fetched.Topic, fetched.Partition}
+	s.mu.Lock()
+	var p *partition
+	if a := s.assignments[key]; a != nil {
+		p, a.end = a.p, max(a.end, fetched.LastStableOffset)
+		if last := fetched.Records[len(fetched.Records)-1]; last.Offset >= a.unread.at {
+			a.unread = damage{}
+		}
+	}
+	s.mu.Unlock()
+	switch {
+	case p == nil:
+		// The partition was revoked, or is being acquired: then it is paused, and its first records
+		// are fetched after that.
+	case p.during >= poll:
+		// The partition began during this poll: the records may have been fetched before that,
+		// from another offset. They are fetched again.
+		s.setOffset(key, p.queue.begin)
+	default:
+		p.queue.add(fetched.Records)
+	}
+}
+
+// setOffset drops everything that the client fetched of a partition, except what a running poll has
+// already taken, and fetches from an offset. No leader epoch: the client would check for truncation
+// against an epoch that belongs to another offset.
+func (s *session) setOffset(key topicPartition, offset int64) {
+	s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: offset}}})
+}
+
+// assigned is called by the client between the assignment of partitions and their first fetch. It
+// acquires them and returns where they resume: see decideStart.
+//
+// ctx ends with the assignment. The assignment waits while the database or the brokers are
+// unavailable. A single partition without an answer waits alone.
+func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	select {
+	case <-s.ready:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
+	var keys []topicPartition
+	for topic, numbers := range offsets {
+		for number := range numbers {
+			keys = append(keys, topicPartition{topic, number})
+		}
+	}
+	for attempt := 1; ; attempt++ {
+		if s.isClosing() || len(keys) == 0 {
+			return offsets, nil // begin nothing: the next holder would treat it as a crash
+		}
+		begins, err := s.begin(ctx, keys)
+		if err == nil {
+			for key, offset := range begins {
+				// An offset and not "the start", even if the partition waits: the client tracks a
+				// partition only once it has an offset, and setOffset moves it.
+				offsets[key.topic][key.partition] = kgo.NewOffset().At(offset)
+			}
+			return offsets, nil
+		}
+		if ctx.Err() != nil && !s.isClosing() {
+			return nil, err
+		}
+		for _, key := range keys {
+			s.note(key, StateWaiting, err)
+		}
+		wait := s.engine.backoff(attempt)
+		s.engine.cfg.Logger.WarnContext(ctx, "positions could not be acquired; the partitions wait", "group", s.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		pause.For(ctx, wait)
+	}
+}
+
+// revoked waits, for a bounded time, until the partitions have finished or rolled back their batch.
+// It commits the offsets before another member gets the partitions.
+func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]int32) {
+	if len(keys) == 0 {
+		return
+	}
+	e, began := s.engine, time.Now()
+	s.release(ctx, keys, e.cfg.DrainMax)
+	if s.isClosing() {
+		return // drain logs it
+	}
+	e.cfg.Logger.InfoContext(ctx, "partitions were revoked and are released", "group", e.cfg.Group, "partitions", keys, "lasted", readable(time.Since(began)))
+}
+
+// lost stops at once: another member already holds the partitions. If a transaction still commits
+// late, its claims show that. The epoch of the position refuses the rest.
+func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int32) {
+	if len(keys) == 0 {
+		return
+	}
+	s.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.engine.cfg.Group, "partitions", keys)
+	s.release(ctx, keys, 0)
+}
+
+// release ends and releases partitions in good order; nil: all. A stop and a rebalance may coincide:
+// the second one waits for the partitions that the first one took. If the rebalance did not wait,
+// another member would begin while a batch is still in progress, and the offset after that batch
+// would not be committed to Kafka.
+func (s *session) release(ctx context.Context, keys map[string][]int32, limit time.Duration) {
+	s.assigning.Lock()
+	defer s.assigning.Unlock()
+	released := map[topicPartition]*assignment{}
+	var workers []*partition
+	s.mu.Lock()
+	for key, a := range s.assignments {
+		if keys != nil && !contains(keys, key) {
+			continue
+		}
+		released[key] = a
+		a.become(StateDraining, nil)
+		if a.p != nil {
+			workers = append(workers, a.p)
+			a.p = nil
+		}
+	}
+	s.mu.Unlock()
+	s.stop(ctx, workers, limit)
+	if limit > 0 {
+		s.commitMarks(ctx)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, a := range released {
+		if s.assignments[key] == a {
+			s.untold = append(s.untold, StateChange{Topic: key.topic, Partition: key.partition, From: a.told, To: StateUnassigned})
+			delete(s.assignments, key)
+		}
+	}
+}
+
+func contains(keys map[string][]int32, key topicPartition) bool {
+	for _, number := range keys[key.topic] {
+		if number == key.partition {
+			return true
+		}
+	}
+	return false
+}
+
+// stop ends partitions: none begins another batch. Each may finish its current batch until the
+// limit; then its context is cancelled, which rolls the batch back. What a partition waits for then
+// is bounded, and all wait at the same time. It stores that the partitions were released.
+func (s *session) stop(ctx context.Context, partitions []*partition, limit time.Duration) {
+	positions := make([]*position, len(partitions))
+	for i, p := range partitions {
+		p.stop()
+		positions[i] = p.pos
+	}
+	limited, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	for _, p := range partitions {
+		select {
+		case <-p.done:
+		case <-limited.Done():
+		}
+	}
+	for _, p := range partitions {
+		p.cancel()
+	}
+	for _, p := range partitions {
+		<-p.done
+	}
+	if err := s.consumer.giveUp(ctx, positions); err != nil {
+		// The next holder treats this as a crash: see suspects.
+		s.engine.cfg.Logger.WarnContext(ctx, "could not store the release of partitions", "group", s.engine.cfg.Group, "error", err)
+	}
+}

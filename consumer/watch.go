@@ -1,0 +1,379 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/bounds"
+)
+
+const (
+	// watchEvery is how often a session looks after its partitions: with one statement for all of
+	// them, for operators' orders, pauses, due messages, and positions that moved back. A partition
+	// that handles messages would also see the last in its own transactions.
+	watchEvery = time.Second
+	// lookEvery is how often it compares them with the ends of their topics.
+	lookEvery = time.Minute
+	// missingEvery is how often missing topics are looked up, missingWarnEvery how often they are
+	// logged.
+	missingEvery     = 2 * time.Second
+	missingWarnEvery = time.Minute
+)
+
+// watch looks after the partitions until ctx ends.
+func (s *session) watch(ctx context.Context) {
+	ticker := time.NewTicker(s.consumer.watchEvery)
+	defer ticker.Stop()
+	said := map[string]time.Time{}
+	do := func(what string, f func(context.Context) error) {
+		err := f(ctx)
+		if err == nil || ctx.Err() != nil {
+			delete(said, what)
+		} else if time.Since(said[what]) > sayEvery {
+			said[what] = time.Now()
+			s.engine.cfg.Logger.WarnContext(ctx, "could not "+what+"; will retry", "group", s.engine.cfg.Group, "error", err)
+		}
+	}
+	looked, awaiting := time.Now(), time.Time{}
+	for {
+		if s.engine.cfg.MissingTopic == MissingTopicWait && time.Since(awaiting) >= missingEvery {
+			awaiting = time.Now()
+			do("ask for missing topics", s.awaitTopics)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		do("poll for orders, pauses and due messages", s.poll)
+		s.retryDue(ctx)
+		s.commitMarks(ctx)
+		if time.Since(looked) >= s.consumer.lookEvery {
+			looked = time.Now()
+			do("compare partitions with their topics", s.look)
+		}
+		s.tellStates()
+	}
+}
+
+// found is the database's answer about one partition.
+type found struct {
+	place  int
+	back   bool // the database lost commits of this holder
+	order  bool // an operator wants it to resume elsewhere
+	paused bool
+	due    bool
+}
+
+// working lists the running partitions.
+func (s *session) working() []*partition {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := make([]*partition, 0, len(s.assignments))
+	for _, a := range s.assignments {
+		if a.p != nil {
+			list = append(list, a.p)
+		}
+	}
+	return list
+}
+
+// poll asks the database about all partitions at once, also about halted ones.
+func (s *session) poll(ctx context.Context) error {
+	e := s.engine
+	var list []*assignment
+	var workers []*partition
+	var topics []string
+	var numbers, consumers []int32
+	var epochs []int64
+	var known []*int64
+	s.mu.Lock()
+	for key, a := range s.assignments {
+		if a.pos == nil || a.p == nil && a.state != StateHalted {
+			continue
+		}
+		list, workers = append(list, a), append(workers, a.p)
+		topics, numbers, consumers = append(topics, key.topic), append(numbers, key.partition), append(consumers, s.consumer.ids[key.topic].ID())
+		epochs, known = append(epochs, a.pos.epoch), append(known, a.pos.stored())
+	}
+	s.mu.Unlock()
+	if len(list) == 0 {
+		return nil
+	}
+	limited, cancel := e.bounded(ctx)
+	defer cancel()
+	rows, err := e.pool.Query(limited, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
+	if err != nil {
+		return err
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (f found, err error) {
+		err = row.Scan(&f.place, &f.back, &f.order, &f.paused, &f.due)
+		return f, err
+	})
+	if err != nil {
+		return err
+	}
+	paused := make([]bool, len(list))
+	for _, f := range all {
+		paused[f.place] = f.paused
+		switch key := list[f.place].key; {
+		case f.order:
+			s.acquireLater(ctx, "an operator ordered where it resumes", key)
+		case f.back:
+			s.acquireLater(ctx, errWentBack.Error(), key)
+		case f.due && !f.paused && workers[f.place] != nil:
+			workers[f.place].requestRelease()
+		}
+	}
+	for i, p := range workers {
+		if p != nil && p.queue.halt(paused[i]) {
+			text := "an operator paused the topic for the group: the partition waits"
+			if !paused[i] {
+				text = "an operator resumed the topic for the group"
+			}
+			p.lane.log(slog.LevelInfo, text)
+			s.notePause(p, paused[i])
+		}
+	}
+	return nil
+}
+
+// acquireLater acquires partitions again, in a goroutine: others are looked after meanwhile.
+func (s *session) acquireLater(ctx context.Context, why string, keys ...topicPartition) {
+	var free []topicPartition
+	s.mu.Lock()
+	for _, key := range keys {
+		if a := s.assignments[key]; a != nil && !a.acquiring {
+			a.acquiring = true
+			free = append(free, key)
+		}
+	}
+	s.mu.Unlock()
+	if len(free) == 0 {
+		return
+	}
+	s.looking.Go(func() {
+		s.again(ctx, why, free...)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, key := range free {
+			if a := s.assignments[key]; a != nil {
+				a.acquiring = false
+			}
+		}
+	})
+}
+
+// retryDue acquires the partitions that had to wait, and decides about those whose next records
+// cannot be read.
+func (s *session) retryDue(ctx context.Context) {
+	var due, again []topicPartition
+	damaged := map[*partition]error{}
+	s.mu.Lock()
+	for key, a := range s.assignments {
+		switch {
+		case !a.retryAt.IsZero() && time.Until(a.retryAt) <= 0:
+			due = append(due, key)
+		case a.unreadable == nil || a.p == nil || !a.p.handledAll():
+		case a.unread.times < unreadableMax && !errors.As(a.unreadable, new(*kgo.ErrDecompressTooLarge)):
+			again = append(again, key)
+		default:
+			damaged[a.p] = a.unreadable
+		}
+	}
+	s.mu.Unlock()
+	s.acquireLater(ctx, "it had to wait", due...)
+	s.acquireLater(ctx, "its records cannot be read", again...)
+	for p, err := range damaged {
+		s.haltUnreadable(ctx, p, s.tellUnreadable(p.key(), err))
+	}
+}
+
+// errStuck asks for a new session: the broker has records that the client does not return.
+var errStuck = errors.New("records exist in the topic but do not arrive: rejoining the group")
+
+// look stores which partitions are at their end, so that idle ones do not delay the removal of
+// claims. A partition that an open transaction of another program holds back is not at its end: its
+// records may be older than claims that would be removed. look also detects a stuck client, and logs
+// halted partitions again.
+func (s *session) look(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	logger, group := s.engine.cfg.Logger, s.engine.cfg.Group
+	s.mu.Lock()
+	for key, a := range s.assignments {
+		if a.state == StateHalted {
+			logger.ErrorContext(ctx, "partition still halts", "group", group, "topic", key.topic, "partition", key.partition, "error", a.err)
+		}
+	}
+	s.mu.Unlock()
+	partitions := s.working()
+	if len(partitions) == 0 {
+		return nil
+	}
+	var now time.Time // read before the ends: later records are not covered
+	if err := s.engine.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
+		return fmt.Errorf("ask for the time: %w", err)
+	}
+	admin := kadm.NewClient(s.client)
+	ends, err := admin.ListEndOffsets(ctx, s.engine.cfg.Topics...)
+	if err != nil {
+		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
+	}
+	stable, err := admin.ListCommittedOffsets(ctx, s.engine.cfg.Topics...)
+	if err != nil {
+		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
+	}
+	var topics []string
+	var numbers []int32
+	var epochs, delivered []int64
+	var nothing []bool
+	for _, p := range partitions {
+		end, ok := stable.Lookup(p.pos.topic, p.pos.partition)
+		if !ok || end.Err != nil {
+			continue
+		}
+		s.mu.Lock()
+		if a := s.assignments[p.key()]; a != nil {
+			a.end = end.Offset
+		}
+		s.mu.Unlock()
+		atEnd, stuck, upTo, none := p.compare(end.Offset)
+		if stuck {
+			s.restart(fmt.Errorf("%s/%d: %w", p.pos.topic, p.pos.partition, errStuck))
+			return nil
+		}
+		if last, ok := ends.Lookup(p.pos.topic, p.pos.partition); !ok || last.Err != nil || last.Offset > end.Offset {
+			if ok && last.Err == nil && atEnd {
+				p.lane.log(slog.LevelWarn, "an open transaction of another program holds back records of the partition: end it, or claims are not forgotten", "readable_up_to", end.Offset, "end", last.Offset)
+			}
+			continue
+		}
+		if atEnd {
+			topics, numbers = append(topics, p.pos.topic), append(numbers, p.pos.partition)
+			epochs, delivered, nothing = append(epochs, p.pos.epoch), append(delivered, upTo), append(nothing, none)
+		}
+	}
+	if len(topics) == 0 {
+		return nil
+	}
+	if _, err := s.engine.pool.Exec(ctx, s.engine.sql.caughtUp, group, topics, numbers, epochs, now, delivered, nothing); err != nil {
+		return fmt.Errorf("store that partitions are at their end: %w", err)
+	}
+	return nil
+}
+
+// awaitTopics logs the missing topics once a minute, until all exist.
+func (s *session) awaitTopics(ctx context.Context) error {
+	if s.topicsExist {
+		return nil
+	}
+	missing, err := missingTopics(ctx, s.client, s.engine.cfg.Topics)
+	switch {
+	case err != nil:
+		return err
+	case len(missing) == 0:
+		if s.topicsExist = true; !s.saidMissing.IsZero() {
+			s.client.ForceMetadataRefresh()
+		}
+	case time.Since(s.saidMissing) >= missingWarnEvery:
+		s.saidMissing = time.Now()
+		s.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.engine.cfg.Group, "topics", missing)
+	}
+	return nil
+}
+
+const (
+	// inflateMin is the least bound on the inflated size of a batch of records if
+	// Config.MessageBytesMax is small: producers put many messages into a batch.
+	inflateMin = 64 << 20
+	// unreadableMax is how many reads in a row may bring damaged records at one place before the
+	// partition halts. The damage may have happened in transit. The count begins again when a later
+	// record is read.
+	unreadableMax = 3
+)
+
+// inflateMax is what a compressed batch may inflate to, in bytes: two of the largest messages.
+func (c *Config) inflateMax() int { return min(max(inflateMin, 2*c.MessageBytesMax), 1<<31-1) }
+
+// damage is a place in a partition whose records could not be read.
+type damage struct {
+	at    int64 // offset after the last record that arrived
+	times int   // reads in a row that did not get past it
+}
+
+// isUnreadable reports whether a partition's fetch failed because of its records, and not because
+// of the broker or the network. The client has no type for damaged records. It also reports errors
+// of requests and connections with a partition, for example if it cannot verify the certificate of
+// a new leader. These come without a broker's response, so their high watermark is zero. The one of
+// a partition with records is not.
+func isUnreadable(fetched kgo.FetchTopicPartition) bool {
+	var broker *kerr.Error
+	var lost *kgo.ErrDataLoss
+	return fetched.Topic != "" && fetched.HighWatermark != 0 && !errors.As(fetched.Err, &broker) && !errors.As(fetched.Err, &lost)
+}
+
+// unreadable stops the fetching of a partition. When the records that were read before are handled,
+// it is acquired again, or halts: see retryDue. Unreadable records are not skipped.
+func (s *session) unreadable(key topicPartition, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[key]
+	if a == nil || a.p == nil || a.unreadable != nil {
+		return
+	}
+	a.unreadable = err
+	// The place may be before the last one: the partition resumes after its last handled message,
+	// and reads the control records after that again.
+	if at := a.p.queue.fail(); at > a.unread.at {
+		a.unread = damage{at, 1}
+	} else {
+		a.unread.times++
+	}
+}
+
+func (s *session) tellUnreadable(key topicPartition, err error) error {
+	setting, at := "", "OFFSET"
+	var large *kgo.ErrDecompressTooLarge
+	if errors.As(err, &large) {
+		limit, _ := s.client.OptValue(kgo.MaxDecompressBatchBytes).(int)
+		err = fmt.Errorf("the batch at offset %d inflates to more than %d bytes", large.Offset, limit)
+		setting, at = "raise Config.MessageBytesMax, or give kgo.MaxDecompressBatchBytes, and restart, or ", fmt.Sprint(large.NextOffset)
+	}
+	return halted(fmt.Errorf("records of %s/%d cannot be read: %w. To continue, %sset where to resume, which skips the records before that: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at %s --why '...'",
+		key.topic, key.partition, err, setting, s.engine.cfg.Group, key.topic, key.partition, at))
+}
+
+// haltUnreadable ends the worker of a partition, and records the reason in the log, in its state
+// and in the database.
+func (s *session) haltUnreadable(ctx context.Context, p *partition, problem error) {
+	s.assigning.Lock()
+	defer s.assigning.Unlock()
+	key := p.key()
+	s.mu.Lock()
+	a := s.assignments[key]
+	ours := a != nil && a.p == p && !s.closing
+	if ours {
+		a.p, a.unread, a.unreadable = nil, damage{}, nil // an operator decides where it resumes
+	}
+	s.mu.Unlock()
+	if !ours {
+		return // it was revoked
+	}
+	s.stop(ctx, []*partition{p}, min(s.engine.cfg.DrainMax, againDrainMax))
+	s.commitMarks(ctx)
+	s.halt(key, problem, held{})
+	s.engine.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", problem)
+	bounded, cancel := s.engine.bounded(ctx)
+	defer cancel()
+	// The error is ignored: the reason is already in the log.
+	_, _ = s.engine.pool.Exec(bounded, s.engine.sql.trouble, s.engine.cfg.Group, key.topic, key.partition, p.pos.epoch, bounds.ErrorText(problem))
+}

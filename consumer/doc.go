@@ -48,10 +48,15 @@
 // If a batch fails, it is rolled back and split until the failing message is alone; the others
 // commit as before. The message's error decides what happens to it. If the error is marked by
 // Permanent, the value cannot be decoded, or the SQLSTATE is one of PermanentStates, the message is
-// parked at once. After any other error the message is tried up to AttemptsMax times with growing
-// pauses, counted in the database, and then parked. The origin of an error decides first: a failure
-// of the engine's own statements, or a lost connection, is not an attempt at a message, and the
-// partition waits. A message that ends the process is found and parked, too.
+// parked at once. After any other error the message is tried again for a second, then waits in
+// parked_messages for its next attempt, up to AttemptsMax attempts with growing pauses. Only messages
+// of its key wait for it. The origin of an error decides first: a failure of the engine's own
+// statements, or a lost connection, is not an attempt at a message, and the partition waits. A
+// message that ends the process is found and parked, too.
+//
+// What a handler does to its session (a role, SET, set_config, a temporary table) ends with its
+// message: from then on each message gets a transaction of its own. A rollback to a savepoint takes
+// along what was published since.
 //
 // A parked message is stored in parked_messages in the transaction that claims it. Later messages
 // of its key are parked behind it, and all others continue. An operator retries or discards it
@@ -62,7 +67,7 @@
 // # Health
 //
 // Consumer.Status reports the state of each partition and the reason: running, waiting, paused,
-// blocked, halted, with position, lag and parked messages. Hooks.State is called on each change,
+// blocked, halted, with position and lag. Hooks.State is called on each change,
 // and ReadyHandler is a readiness probe. Handlers get the values of Run's context, but not its
 // cancellation.
 //

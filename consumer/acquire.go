@@ -190,10 +190,6 @@ func (s *session) pauseFetching(keys []topicPartition) {
 func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
 	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
 	defer cancel()
-	paused, err := s.consumer.paused(ctx)
-	if err != nil {
-		return nil, err
-	}
 	answer, err := s.ask(ctx, keys)
 	if err != nil {
 		return nil, err
@@ -218,7 +214,7 @@ func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topic
 	}
 	for i, h := range holds {
 		t := list[i]
-		t.log, t.paused = h.log, paused[h.topic]
+		t.log = h.log
 		taken[h.topicPartition] = t
 	}
 	return taken, nil
@@ -365,6 +361,7 @@ func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) (
 				taken[i] = held{waits: errAhead, ahead: row.next}
 			} else {
 				taken[i] = c.decide(c.known(h, row, met))
+				taken[i].paused = row.paused
 			}
 		}
 		return c.storeHolds(ctx, tx, holds, rows, taken)
@@ -446,7 +443,7 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 			var row storedPosition
 			var topicID *[16]byte
 			err := found.Scan(&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledTo, &row.rewoundFrom,
-				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server)
+				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused)
 			if err != nil {
 				return err
 			}
@@ -473,39 +470,32 @@ func nullable(id uuid.UUID) *[16]byte {
 
 // storeHolds stores the decisions.
 func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
-	var topics, rules []string
-	var numbers, stuck, by []int32
-	var epochs, from []int64
-	var topicIDs []*[16]byte
-	var nexts, to, rewound []*int64
-	var moved, ordered []bool
-	var halts []*string
+	list := []map[string]any{}
 	batch := &pgx.Batch{}
 	for i, h := range holds {
 		if taken[i].waits != nil {
 			continue
 		}
-		row, d, pos := rows[h.topicPartition], taken[i].decision, taken[i].pos
-		topics, numbers, epochs = append(topics, h.topic), append(numbers, h.partition), append(epochs, row.epoch)
-		var topicID *[16]byte
-		recreated := false
+		row, d := rows[h.topicPartition], taken[i].decision
+		one := map[string]any{
+			"topic": h.topic, "partition": h.partition, "epoch": row.epoch, "next": d.next, "stuck": taken[i].pos.stuck, "moved": d.moved, "ordered": d.ordered,
+			"handled_from": d.store.from, "handled_to": d.store.to, "rewound_from": d.store.rewound, "handled_by": c.ids[h.topic].ID(), "handled_rule": c.idRule(h.topic),
+		}
 		if h.log != nil {
-			topicID, recreated = nullable(h.log.topicID), known{row: row, log: h.log}.recreated()
+			one["moved"] = d.moved || known{row: row, log: h.log}.recreated()
+			if h.log.topicID != uuid.Nil {
+				one["topic_id"] = h.log.topicID.String()
+			}
 		}
-		topicIDs, nexts, stuck, moved = append(topicIDs, topicID), append(nexts, d.next), append(stuck, int32(pos.stuck)), append(moved, d.moved || recreated)
-		from, to, rewound = append(from, d.store.from), append(to, d.store.to), append(rewound, d.store.rewound)
-		by, rules, ordered = append(by, c.ids[h.topic].ID()), append(rules, c.idRule(h.topic)), append(ordered, d.ordered)
-		var halt *string
 		if d.halt != nil {
-			text := bounds.ErrorText(halted(d.halt))
-			halt = &text
+			one["halt"] = bounds.ErrorText(halted(d.halt))
 		}
-		halts = append(halts, halt)
+		list = append(list, one)
 		if d.reset != nil {
 			batch.Queue(c.engine.sql.reset, c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
 		}
 	}
-	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, topics, numbers, epochs, topicIDs, nexts, stuck, moved, from, by, rules, ordered, halts, to, rewound)
+	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, list)
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return fmt.Errorf("store where partitions begin: %w", err)
 	}
@@ -513,23 +503,6 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 }
 
 func halted(problem error) error { return fmt.Errorf("the partition halts: %w", problem) }
-
-// paused lists the topics that an operator paused for the group.
-func (c *Consumer) paused(ctx context.Context) (map[string]bool, error) {
-	rows, err := c.engine.pool.Query(ctx, c.engine.sql.pauses, c.engine.cfg.Group)
-	if err != nil {
-		return nil, fmt.Errorf("read which topics are paused: %w", err)
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("read which topics are paused: %w", err)
-	}
-	found := map[string]bool{}
-	for _, name := range names {
-		found[name] = true
-	}
-	return found, nil
-}
 
 // giveUp stores that positions are released in good order.
 func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {

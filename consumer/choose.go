@@ -26,12 +26,17 @@ type claimed struct {
 // neither part.
 type selection struct {
 	handle []*Message
-	parked []*Message
-	why    []*parking           // of each parked
-	behind []bool               // of each parked: it waits for an earlier one of its key
+	parked []parkedMessage
 	keys   map[keyHash]struct{} // keys that are held from now on
-	// letters are the messages that became dead letters.
-	letters map[*Message]bool
+}
+
+// parkedMessage is a message that is not handled.
+type parkedMessage struct {
+	*Message
+
+	why    *parking
+	behind bool // it waits for an earlier one of its key
+	letter bool // it became a dead letter
 }
 
 // compare finds messages that have the ID of another message. They are claimed under their
@@ -97,7 +102,7 @@ func (e *engine) choose(w *work, c claimed) *selection {
 			s.handle = append(s.handle, msg)
 			continue
 		}
-		s.parked, s.why, s.behind = append(s.parked, msg), append(s.why, why), append(s.behind, behind)
+		s.parked = append(s.parked, parkedMessage{Message: msg, why: why, behind: behind})
 		if e.holdsKeys() && msg.Key != nil && !e.becomesLetter(why) {
 			if s.keys == nil {
 				s.keys = map[keyHash]struct{}{}
@@ -114,14 +119,11 @@ func (e *engine) becomesLetter(why *parking) bool {
 }
 
 // report lists the parked messages, for hooks and the log.
-func (s *selection) report() []Parked {
-	if len(s.parked) == 0 {
-		return nil
-	}
-	list := make([]Parked, len(s.parked))
-	for i, msg := range s.parked {
-		why := s.why[i]
-		list[i] = Parked{Message: msg, Reason: why.reason, Err: why.err, Attempts: why.attempts, Retry: why.retry, RetryIn: why.wait, DeadLetter: s.letters[msg]}
+func (s *selection) report() (list []Parked) {
+	for _, p := range s.parked {
+		list = append(list, Parked{
+			Message: p.Message, Reason: p.why.reason, Err: p.why.err, Attempts: p.why.attempts, Retry: p.why.retry, RetryIn: p.why.wait, DeadLetter: p.letter,
+		})
 	}
 	return list
 }

@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -35,8 +34,8 @@ const (
 
 // letter is a dead letter of a round trip.
 type letter struct {
-	msg  *Message
-	why  *parking
+	*parkedMessage
+
 	upTo int // statements, up to its last one
 }
 
@@ -53,37 +52,31 @@ func (r round) letter(f *failure) *letter {
 	return nil
 }
 
-// keep parks a message that cannot be a dead letter.
-func (t *letter) keep(err error) {
-	why := *t.why
+// keep returns why a message is parked that cannot be a dead letter.
+func (p *parkedMessage) keep(err error) *parking {
+	why := *p.why
 	why.kept, why.err = true, fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
-	cmp.Or(t.msg.original, t.msg).park = &why
+	return &why
 }
 
 // queueFailures adds the statements for messages that were not handled. It returns those that become
 // dead letters; if the outbox refuses one, because Kafka would, the message is parked.
 func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter) {
-	s.letters = map[*Message]bool{}
-	keep := make([]int, 0, len(s.parked))
-	for i, msg := range s.parked {
-		if e.becomesLetter(s.why[i]) {
-			err := e.outbox.Queue(ctx, batch, e.deadLetter(msg, s.why[i]))
-			if err == nil {
-				letters, s.letters[msg] = append(letters, letter{msg, s.why[i], batch.Len()}), true
-				continue
-			}
-			why := *s.why[i]
-			why.kept, why.err = true, fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
-			s.why[i] = &why
+	rows := w.rows(s.handle)
+	for i := range s.parked {
+		p := &s.parked[i]
+		if p.letter = false; !e.becomesLetter(p.why) {
+			continue
 		}
-		keep = append(keep, i)
+		if err := e.outbox.Queue(ctx, batch, e.deadLetter(p.Message, p.why)); err != nil {
+			p.why = p.keep(err)
+			continue
+		}
+		p.letter = true
+		letters, rows = append(letters, letter{p, batch.Len()}), append(rows, p.row)
 	}
-	e.queuePark(batch, w.consumer, s, keep)
+	e.queuePark(batch, w.consumer, s)
 	if w.released() {
-		rows := w.rows(s.handle)
-		for _, letter := range letters {
-			rows = append(rows, letter.msg.row)
-		}
 		batch.Queue(e.sql.unpark, rows) // a trigger promotes the next message of each key: see parked_promote
 	}
 	return letters

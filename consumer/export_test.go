@@ -203,42 +203,46 @@ func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (in
 
 // Tracker tracks messages by their offsets.
 type Tracker struct {
-	t    tracker
+	w    *workers
 	msgs map[int64]*Message
+}
+
+func newTestWorkers() *workers {
+	return newWorkers(&partition{engine: &engine{cfg: Config{Order: OrderUnordered}}}, 1000)
 }
 
 // Add tracks messages.
 func (t *Tracker) Add(offsets ...int64) {
 	if t.msgs == nil {
-		t.msgs = map[int64]*Message{}
+		t.msgs, t.w = map[int64]*Message{}, newTestWorkers()
 	}
 	msgs := make([]*Message, len(offsets))
 	for i, at := range offsets {
 		msgs[i] = &Message{Offset: at}
 		t.msgs[at] = msgs[i]
 	}
-	t.t.add(msgs)
+	t.w.add(msgs)
 }
 
 // Done ends one.
-func (t *Tracker) Done(offset int64) { t.t.done([]*Message{t.msgs[offset]}) }
+func (t *Tracker) Done(offset int64) { t.w.done(share{}, []*Message{t.msgs[offset]}) }
 
 // Low is up to where everything is done.
-func (t *Tracker) Low() int64 { return t.t.low().behind }
+func (t *Tracker) Low() int64 { return t.w.low().behind }
 
 // Idle reports whether none is in progress.
-func (t *Tracker) Idle() bool { return t.t.idle() }
+func (t *Tracker) Idle() bool { return t.w.idle() }
 
 // Waiting is the waiting messages of a partition: first for the batch of the lane, then for its
 // workers.
 type Waiting struct {
-	queue *queue
-	lines *lines
+	queue   *queue
+	workers *workers
 }
 
 // NewWaiting begins at an offset.
 func NewWaiting(client *kgo.Client, topic string, begin int64) *Waiting {
-	w := &Waiting{newQueue(client, topic, 0, 1000), newLines(4, 1000)}
+	w := &Waiting{newQueue(client, topic, 0, 1000), newTestWorkers()}
 	w.queue.start(begin)
 	return w
 }
@@ -256,19 +260,19 @@ func (w *Waiting) Next() (offsets []int64) {
 		for _, header := range r.record.Headers {
 			msg.Headers = append(msg.Headers, Header{Name: header.Key, Value: header.Value})
 		}
-		w.lines.put([]*Message{msg}, func(*Message) *keyHash { return nil })
+		w.workers.add([]*Message{msg})
 		offsets = append(offsets, r.record.Offset)
 	}
 	return offsets
 }
 
 // Full reports whether the workers have enough.
-func (w *Waiting) Full() bool { return w.lines.full() }
+func (w *Waiting) Full() bool { return w.workers.full(4) }
 
 // Take takes everything from the workers.
 func (w *Waiting) Take() {
-	for s := w.lines.next(1000); len(s.lines) > 0; s = w.lines.next(1000) {
-		w.lines.done(s)
+	for s := w.workers.take(4, 1000); len(s.lines) > 0; s = w.workers.take(4, 1000) {
+		w.workers.done(s, s.msgs)
 	}
 }
 

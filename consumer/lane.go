@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -39,6 +40,7 @@ type lane struct {
 	// refused is called when the position was refused: the lane stops, and the partition is acquired
 	// again.
 	refused func(f *failure)
+	over    bool // it was
 	// postpone takes messages that wait, of a worker, which continues with others; pause: the
 	// whole partition waits. Nil: the lane itself waits.
 	postpone func(msgs []*Message, wait time.Duration, pause bool)
@@ -56,7 +58,7 @@ func (l *lane) stopped() bool {
 	case <-l.stopping:
 		return true
 	default:
-		return l.ctx.Err() != nil
+		return l.over || l.ctx.Err() != nil
 	}
 }
 
@@ -133,7 +135,7 @@ func (l *lane) finish(msgs []*Message) bool {
 		case errors.Is(f.err, errSession):
 			return l.process(msgs)
 		case f.letter != nil:
-			f.letter.keep(f.err)
+			cmp.Or(f.letter.original, f.letter.Message).park = f.letter.keep(f.err)
 		case v == verdictFenced:
 			ok = l.fenced(f)
 		case v == verdictRepeat, v == verdictWait, v == verdictDivide && len(msgs) == 1:
@@ -343,6 +345,7 @@ func (l *lane) retryIn(msg *Message, f *failure) time.Duration {
 
 // fenced stops the lane: its partition is acquired again. It returns false.
 func (l *lane) fenced(f *failure) bool {
+	l.over = true
 	l.become(StateFenced, f.err)
 	l.refused(f)
 	return false

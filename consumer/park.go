@@ -130,8 +130,8 @@ func (h *heldKeys) free(keys [][]byte) {
 	}
 }
 
-// queuePark adds the statements that park those of the messages that are in keep.
-func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection, keep []int) {
+// queuePark adds the statements that park messages, except those that became dead letters.
+func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
 	var keysBehind, keys, payloads [][]byte
 	var ids [][16]byte
 	var topics, headers, reasons, errs, states []string
@@ -140,27 +140,27 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 	var topicIDs []*[16]byte
 	var times []time.Time
 	var waits []time.Duration
-	for _, i := range keep {
-		m, why := s.parked[i], s.why[i]
-		if m.row != 0 {
-			batch.Queue(e.sql.setBack, m.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
+	for _, p := range s.parked {
+		why := p.why
+		switch {
+		case p.letter:
 			continue
-		}
-		ids, topics, partitions, offsets = append(ids, m.ID), append(topics, m.Topic), append(partitions, m.Partition), append(offsets, m.Offset)
-		topicIDs, keys, times = append(topicIDs, nullable(m.topicID)), append(keys, m.Key), append(times, m.Time)
-		value, text := m.Value, "{}"
-		if why.reason == reasonTooLarge {
-			value = nil
-		} else {
-			text = headersText(m.Headers)
-		}
-		payloads, headers = append(payloads, value), append(headers, text)
-		reasons, errs, attempts = append(reasons, why.reason), append(errs, bounds.ErrorText(why.err)), append(attempts, int32(why.attempts))
-		states, waits = append(states, why.state(s.behind[i])), append(waits, why.wait)
-		if s.behind[i] {
-			hash := sha256.Sum256(m.Key)
+		case p.row != 0:
+			batch.Queue(e.sql.setBack, p.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
+			continue
+		case p.behind:
+			hash := sha256.Sum256(p.Key)
 			keysBehind = append(keysBehind, hash[:])
 		}
+		value, text := []byte(nil), "{}"
+		if why.reason != reasonTooLarge {
+			value, text = p.Value, headersText(p.Headers)
+		}
+		ids, topics, partitions, offsets = append(ids, p.ID), append(topics, p.Topic), append(partitions, p.Partition), append(offsets, p.Offset)
+		topicIDs, keys, times = append(topicIDs, nullable(p.topicID)), append(keys, p.Key), append(times, p.Time)
+		payloads, headers, reasons = append(payloads, value), append(headers, text), append(reasons, why.reason)
+		errs, attempts = append(errs, bounds.ErrorText(why.err)), append(attempts, int32(why.attempts))
+		states, waits = append(states, why.state(p.behind)), append(waits, why.wait)
 	}
 	if len(ids) == 0 {
 		return

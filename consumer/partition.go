@@ -122,7 +122,7 @@ func (p *partition) consume() {
 		p.serve()
 		return
 	}
-	newFleet(p).runWorkers()
+	newWorkers(p, p.engine.cfg.BatchMax).run(p.engine.cfg.Workers)
 }
 
 // serve handles one batch after the other, and in between the parked messages that are due, until the

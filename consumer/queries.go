@@ -48,7 +48,8 @@ ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 // takeover is stored.
 const lockSQL = `-- consumer.lock
 SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_to, p.rewound_from, p.handled_by, p.handled_rule,
-  p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time()
+  p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time(),
+  EXISTS (SELECT FROM effectonce.consumer_pauses c WHERE c.consumer_group = $1 AND c.topic = p.topic)
 FROM effectonce.consumer_positions p
 WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))
 ORDER BY p.topic, p.partition
@@ -64,19 +65,14 @@ UPDATE effectonce.consumer_positions p SET
   handled_from = t.handled_from, handled_to = t.handled_to, rewound_from = t.rewound_from, handled_by = t.handled_by, handled_rule = t.handled_rule,
   resume_at = CASE WHEN t.ordered THEN NULL ELSE p.resume_at END,
   trouble = t.halt, trouble_since = CASE WHEN t.halt IS NULL THEN NULL WHEN p.trouble = t.halt THEN p.trouble_since ELSE clock_timestamp() END
-FROM unnest($3::text[], $4::int[], $5::bigint[], $6::uuid[], $7::bigint[], $8::int[], $9::boolean[], $10::bigint[], $11::int[], $12::text[],
-  $13::boolean[], $14::text[], $15::bigint[], $16::bigint[])
-  AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, ordered, halt, handled_to, rewound_from)
+FROM pg_catalog.jsonb_to_recordset($3::jsonb) AS t (topic text, partition int, epoch bigint, topic_id uuid, next bigint, stuck int, moved boolean, ordered boolean,
+  handled_from bigint, handled_to bigint, rewound_from bigint, handled_by int, handled_rule text, halt text)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
 // resetSQL records in operator_actions that records are skipped.
 const resetSQL = `-- consumer.reset
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($1, 'position.reset', $2, pg_catalog.jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
-
-// pausesSQL lists the topics of a group that an operator paused.
-const pausesSQL = `-- consumer.pauses
-SELECT topic FROM effectonce.consumer_pauses WHERE consumer_group = $1`
 
 const primarySQL = `-- consumer.primary
 SELECT NOT pg_is_in_recovery()`
@@ -269,7 +265,7 @@ UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($
 // queries are the statements for one schema.
 type queries struct {
 	settings, primary, guard                                         string
-	contact, met, rows, lock, hold, pauses                           string
+	contact, met, rows, lock, hold                                   string
 	reset, givenUp, poll, trouble, caughtUp                          string
 	lockHeads, heldNow                                               string
 	advance, advanceApart, check                                     string
@@ -281,7 +277,7 @@ func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
 		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
-		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL),
+		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL),
 		reset: in(resetSQL), givenUp: in(givenUpSQL), poll: in(pollSQL), trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
 		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL),

@@ -23,6 +23,7 @@ type storedPosition struct {
 	released    bool   // and released in good order
 	heldOffset  *int64 // where the last holder began
 	stuck       int
+	paused      bool      // an operator paused the topic
 	server      time.Time // start time of the server that the row was read from
 }
 

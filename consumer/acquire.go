@@ -265,15 +265,11 @@ func (s *session) wait(ctx context.Context, key topicPartition, t held) {
 	a.attempt++
 	wait := s.engine.backoff(a.attempt)
 	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
-	if time.Since(a.saidAt) >= sayEvery {
-		a.saidAt = time.Now()
+	if times, due := a.said.Due("", true); due {
 		s.engine.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition,
-			"error", t.waits, "attempt", a.attempt, "retry_in", readable(wait))
+			"error", t.waits, "attempt", times, "retry_in", readable(wait))
 	}
 }
-
-// sayEvery limits how often a waiting partition is logged.
-const sayEvery = 30 * time.Second
 
 // halt pauses a partition until an operator decides.
 func (s *session) halt(key topicPartition, problem error, t held) {
@@ -297,7 +293,8 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 		return
 	}
 	a.saw(t)
-	a.attempt, a.retryAt, a.saidAt, a.seen, a.unreadable = 0, time.Time{}, time.Time{}, nil, nil
+	a.attempt, a.retryAt, a.seen, a.unreadable = 0, time.Time{}, nil, nil
+	a.said.End("")
 	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID)
 	p.during, p.paused = during, t.paused
 	p.marked = func(next int64) { s.mark(p, next) }

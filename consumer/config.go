@@ -68,8 +68,6 @@ type Config struct {
 	// begin at their start, whatever Start is. With StartLatest the first contact waits until every
 	// partition of the topic has a leader. Default StartEarliest.
 	Start Start
-	// MissingTopic is what Run does if one of Topics does not exist. Default MissingTopicFail.
-	MissingTopic MissingTopic
 	// BatchMax is how many messages share a transaction at most. 1 to 10,000; default 500.
 	BatchMax int
 	// BatchTimeMax is how long a transaction should take: the number of its messages adapts, from 16
@@ -256,17 +254,6 @@ const (
 	OutOfRangeResumeEarliest
 )
 
-// MissingTopic is what Run does if a topic does not exist.
-type MissingTopic uint8
-
-// The answers.
-const (
-	// MissingTopicFail makes Run return ErrUnknownTopic.
-	MissingTopicFail MissingTopic = iota
-	// MissingTopicWait waits for the topic, and logs its name every minute.
-	MissingTopicWait
-)
-
 // Start is where a partition without a position begins.
 type Start uint8
 
@@ -318,9 +305,6 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Start > StartLatest {
 		report("Start %d: want StartEarliest or StartLatest", c.Start)
-	}
-	if c.MissingTopic > MissingTopicWait {
-		report("MissingTopic %d: want MissingTopicFail or MissingTopicWait", c.MissingTopic)
 	}
 	if c.OutOfRange > OutOfRangeResumeEarliest {
 		report("OutOfRange %d: want OutOfRangeHalt or OutOfRangeResumeEarliest", c.OutOfRange)

@@ -10,8 +10,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
-
-	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // Delivered counts the results of messages.
@@ -25,8 +23,9 @@ type Delivered struct {
 // Kafka: for tests, and for records from another source. It handles the records of a partition in
 // the given order. Topic, partition, offset and timestamp count as if they came from Kafka. Parked
 // messages that are due are handled first. Deliver returns when all messages are done or parked, also
-// those that a later call tries again, or when ctx ends. Then uncommitted work was rolled back, and delivering all records again is
-// safe. Do not call it while Run consumes the same partitions: each would take them from the other.
+// those that a later call tries again; or with an error when ctx ends, or another consumer took the
+// partition. Then uncommitted work was rolled back, and delivering all records again is safe. Do not
+// call it while Run consumes the same partitions: each would take them from the other.
 func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Delivered, error) {
 	var sum Delivered
 	if err := c.prepare(ctx); err != nil {
@@ -52,55 +51,39 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 	return sum, nil
 }
 
-// deliver handles the records of a partition. If its position is refused, it acquires the partition
-// again and handles what is left: the claims and the position show what is done.
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
 	take := hold{topicPartition: key}
 	for _, record := range records {
 		take.offsets = append(take.offsets, record.Offset)
 	}
-	var before *int64
-	for attempt := 1; ; attempt++ {
-		taken, err := c.hold(ctx, []hold{take}, nil)
-		if err != nil {
-			return err
-		}
-		pos := taken[0].pos
-		if before != nil && pos.next.Load() < *before {
-			return errWentBack // what this call counted may be lost: delivering all records again is safe
-		}
-		p := c.newPartition(ctx, nil, pos, uuid.Nil)
-		var mu sync.Mutex // workers share what follows
-		var refused error
-		p.lane.committed = func(_ *Message, out outcome) {
-			mu.Lock()
-			defer mu.Unlock()
-			sum.Fresh += out.fresh
-			sum.Duplicates += out.duplicates
-			sum.Parked += len(out.parked)
-		}
-		p.lane.refused = func(f *failure) {
-			mu.Lock()
-			defer mu.Unlock()
-			refused = f
-		}
-		p.finite = true
-		p.queue.start(math.MinInt64)
-		p.queue.add(records)
-		p.consume()
-		p.cancel()
-		switch {
-		case p.ended:
-			return c.giveUp(ctx, []*position{pos})
-		case ctx.Err() != nil:
-			return context.Cause(ctx)
-		case refused == nil || c.engine.cfg.Order != OrderByPartition:
-			return cmp.Or(refused, errNotDone)
-		}
-		p.lane.said.warn(p.lane, "the position was refused; it is acquired again", refused)
-		records, before = records[p.taken:], pos.stored()
-		pause.For(ctx, c.engine.backoff(attempt))
+	taken, err := c.hold(ctx, []hold{take}, nil)
+	if err != nil {
+		return err
 	}
+	p := c.newPartition(ctx, nil, taken[0].pos, uuid.Nil)
+	defer p.cancel()
+	var mu sync.Mutex // workers share what follows
+	var refused error
+	p.lane.committed = func(_ *Message, out outcome) {
+		mu.Lock()
+		defer mu.Unlock()
+		sum.Fresh += out.fresh
+		sum.Duplicates += out.duplicates
+		sum.Parked += len(out.parked)
+	}
+	p.lane.refused = func(f *failure) {
+		mu.Lock()
+		defer mu.Unlock()
+		refused = f
+	}
+	p.finite = true
+	p.queue.start(math.MinInt64)
+	p.queue.add(records)
+	p.consume()
+	if !p.ended {
+		return cmp.Or(context.Cause(ctx), errors.Join(errNotDone, refused))
+	}
+	return c.giveUp(ctx, []*position{p.pos})
 }
 
 var errNotDone = errors.New("not all messages were handled: deliver them again")

@@ -38,9 +38,6 @@ type session struct {
 	failed     chan error     // why a new session must begin
 	warned     time.Time      // when the poll loop last logged a warning
 	looking    sync.WaitGroup // goroutines that look after the partitions while the session polls
-
-	topicsExist bool      // all of Config.Topics do
-	saidMissing time.Time // when the log last named missing ones
 }
 
 type topicPartition struct {

@@ -13,6 +13,7 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/internal/say"
 )
 
 // lane handles the messages of a partition in order, transaction by transaction, until each is
@@ -48,9 +49,8 @@ type lane struct {
 	does  laneState
 	noted func(who any, does laneState) // called when does has changed; nil with Deliver
 
-	said repeated
-	// saidParked is about messages that were parked without an attempt.
-	saidParked repeated
+	said     say.Lines
+	problems []string // that keep messages from being handled
 }
 
 func (l *lane) stopped() bool {
@@ -223,7 +223,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	l.work.held.free(out.unheld)
 	l.work.pos.set(w.stored)
-	l.said.end(l)
+	l.works()
 	l.become(StateRunning, nil)
 	for _, msg := range msgs {
 		msg.counted = false
@@ -366,7 +366,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if errors.Is(f.err, errPool) {
 		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
 	}
-	l.said.blocks(l, slog.LevelWarn, text, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
+	l.blocks(slog.LevelWarn, text, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	if waits%waitsStored == 0 {
 		l.store(fmt.Sprintf("%s, attempt %d: %v", text, waits, f.err))
 	}

@@ -41,7 +41,6 @@ type partition struct {
 	lookedAt struct{ seen, end int64 } // what the watchdog saw last
 
 	finite bool // the records come from Deliver: the partition ends behind the last one
-	taken  int  // records that are done, in order
 	ended  bool // everything is done
 }
 
@@ -135,9 +134,7 @@ func (p *partition) serve() {
 		default:
 		}
 		if batch := p.queue.pop(p.lane.batch()); ok && len(batch) > 0 {
-			if ok = p.lane.process(p.lane.messages(batch, p.topicID)); ok {
-				p.taken += len(batch)
-			}
+			ok = p.lane.process(p.lane.messages(batch, p.topicID))
 		} else if ok && p.finite {
 			ok = p.finish()
 		} else if ok {
@@ -172,7 +169,7 @@ func (p *partition) release() bool {
 		}
 	}
 	if err != nil && !p.lane.stopped() {
-		p.lane.said.warn(p.lane, "could not read due parked messages; will retry", err)
+		p.lane.warn("could not read due parked messages; will retry", err)
 	}
 	return !p.lane.stopped()
 }

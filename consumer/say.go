@@ -4,66 +4,39 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"sync"
+	"slices"
 	"time"
 
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// repeatEvery is how often a lasting problem is logged after the first time.
-const repeatEvery = 30 * time.Second
-
-// repeated logs lasting problems: each when it begins, then at most every 30 s with a count. If the
-// problem blocked messages, its end is logged, too.
-type repeated struct {
-	mu       sync.Mutex
-	problems map[string]*problem // by their text
-}
-
-type problem struct {
-	logged time.Time
-	times  int
-	blocks bool // no message is handled while it lasts
-}
-
-// warn logs a problem that does not stop messages from being handled.
-func (r *repeated) warn(l *lane, text string, err error, attrs ...any) {
-	r.note(l, slog.LevelWarn, text, false, append([]any{"error", err}, attrs...))
-}
-
-// blocks logs a problem that keeps messages from being handled. The next committed transaction ends
-// it.
-func (r *repeated) blocks(l *lane, level slog.Level, text string, err error, attrs ...any) {
-	r.note(l, level, text, true, append([]any{"error", err}, attrs...))
-}
-
-func (r *repeated) note(l *lane, level slog.Level, text string, blocks bool, attrs []any) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.problems == nil {
-		r.problems = map[string]*problem{}
-	}
-	p := r.problems[text]
-	if p == nil {
-		p = &problem{blocks: blocks}
-		r.problems[text] = p
-	}
-	if p.times++; time.Since(p.logged) >= repeatEvery {
-		p.logged = time.Now()
-		l.log(level, text, append(attrs, "times", p.times)...)
+// warn logs a problem that does not stop messages from being handled: when it begins, then at most
+// every 30 s with a count.
+func (l *lane) warn(text string, err error, attrs ...any) {
+	if times, due := l.said.Due(text, false); due {
+		l.log(slog.LevelWarn, text, append([]any{"error", err, "times", times}, attrs...)...)
 	}
 }
 
-// end logs that messages are handled again.
-func (r *repeated) end(l *lane) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for text, p := range r.problems {
-		if p.blocks {
-			delete(r.problems, text)
-			l.log(slog.LevelInfo, "partition works again", "after", text, "times", p.times)
+// blocks does the same for a problem that keeps messages from being handled. The next committed
+// transaction ends it: see works.
+func (l *lane) blocks(level slog.Level, text string, err error, attrs ...any) {
+	if times, due := l.said.Due(text, true); due {
+		l.log(level, text, append([]any{"error", err, "times", times}, attrs...)...)
+	}
+	if !slices.Contains(l.problems, text) {
+		l.problems = append(l.problems, text)
+	}
+}
+
+// works logs that messages are handled again.
+func (l *lane) works() {
+	for _, text := range l.problems {
+		if ended, ok := l.said.End(text); ok {
+			l.log(slog.LevelInfo, "partition works again", "after", text, "times", ended.Times, "lasted", ended.Lasted)
 		}
 	}
+	l.problems = nil
 }
 
 // log writes a line about the lane's partition.
@@ -92,7 +65,7 @@ func (l *lane) blocked(msg *Message, state PartitionState, why *parking, text st
 	} else {
 		l.become(state, why.err)
 	}
-	l.said.blocks(l, slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
+	l.blocks(slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
 }
 
@@ -160,7 +133,7 @@ func (l *lane) tell(w *work, out outcome) {
 	}
 	l.sayPlain(w.msgs)
 	if out.conflicts > 0 {
-		l.saidParked.warn(l, "messages are dropped whose ID another message has: Config.OnConflict", errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
+		l.warn("messages are dropped whose ID another message has: Config.OnConflict", errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
 	}
 	for _, p := range out.parked {
 		if hooks.Parked != nil {
@@ -168,7 +141,7 @@ func (l *lane) tell(w *work, out outcome) {
 		}
 		switch p.Reason {
 		case reasonExpired, reasonConflict, reasonInvalid, reasonTooLarge:
-			l.saidParked.warn(l, `messages are parked without being run: see "outbox-relay parked list"`, p.Err,
+			l.warn(`messages are parked without being run: see "outbox-relay parked list"`, p.Err,
 				"reason", p.Reason, "offset", p.Message.Offset, "id", p.Message.ID)
 		}
 	}

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+
+	"github.com/effectonce/effectonce/internal/say"
 )
 
 // Phase is what Run is doing.
@@ -128,7 +130,7 @@ type assignment struct {
 	acquiring bool      // it is being acquired again
 	attempt   int       // to acquire it
 	retryAt   time.Time // when it is acquired again; zero: nothing is due
-	saidAt    time.Time // when the log last reported that it waits
+	said      say.Lines // that it waits
 	seen      *int64    // a position that was ahead of the end of the topic
 	refusals  int       // in a row
 	refusedAt time.Time

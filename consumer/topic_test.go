@@ -292,26 +292,12 @@ func TestMissingTopic(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	missing := kafkatest.UnusedTopic(t)
-	misspelt := func(c *consumer.Config) { c.Topics = []string{h.topic, missing} }
 	c, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic, missing}})
 	require.NoError(t, err)
 	err = c.Run(t.Context())
 	require.ErrorIs(t, err, consumer.ErrUnknownTopic)
 	require.ErrorContains(t, err, missing)
 	require.NotContains(t, err.Error(), h.topic+",")
-
-	h.produce("0")
-	stop := h.runWith(h.pool, quick(), consumer.Each(effect), func(c *consumer.Config) {
-		misspelt(c)
-		c.MissingTopic = consumer.MissingTopicWait
-	})
-	h.waitEffects(1)
-	h.wait("said", func() bool { return strings.Contains(h.log.String(), "topics do not exist") })
-	kafkatest.CreateTopic(t, missing, 1)
-	client := kafkatest.Client(t)
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: missing, Value: []byte("1")}).FirstErr())
-	h.waitEffects(2)
-	require.NoError(t, stop())
 }
 
 // Property: a topic that the consumer may not read does not count as missing: Run does not end.

@@ -15,9 +15,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// ErrUnknownTopic is returned by Run if one of Config.Topics does not exist, unless
-// Config.MissingTopic is MissingTopicWait. Nothing was consumed. Remedy: create the topic, or
-// correct its name.
+// ErrUnknownTopic is returned by Run if one of Config.Topics does not exist. Nothing was consumed.
+// Remedy: create the topic, or correct its name. A client that may create topics
+// (kgo.AllowAutoTopicCreation) waits for them.
 var ErrUnknownTopic = errors.New("topic does not exist")
 
 const (
@@ -37,7 +37,7 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer client.Close()
-	if created, _ := client.OptValue(kgo.AllowAutoTopicCreation).(bool); created || c.engine.cfg.MissingTopic == MissingTopicWait {
+	if created, _ := client.OptValue(kgo.AllowAutoTopicCreation).(bool); created {
 		return nil
 	}
 	for attempt, looks := 1, 1; ctx.Err() == nil; attempt++ {
@@ -51,7 +51,7 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 		case len(missing) == 0:
 			return nil
 		case looks >= missingLooks:
-			return fmt.Errorf("%w: %s (Config.Topics of group %q): create it, correct the name, or set Config.MissingTopic to MissingTopicWait",
+			return fmt.Errorf("%w: %s (Config.Topics of group %q): create it, or correct the name",
 				ErrUnknownTopic, strings.Join(missing, ", "), c.engine.cfg.Group)
 		default:
 			looks++

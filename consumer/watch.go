@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/say"
 )
 
 const (
@@ -22,32 +23,22 @@ const (
 	watchEvery = time.Second
 	// lookEvery is how often it compares them with the ends of their topics.
 	lookEvery = time.Minute
-	// missingEvery is how often missing topics are looked up, missingWarnEvery how often they are
-	// logged.
-	missingEvery     = 2 * time.Second
-	missingWarnEvery = time.Minute
 )
 
 // watch looks after the partitions until ctx ends.
 func (s *session) watch(ctx context.Context) {
 	ticker := time.NewTicker(s.consumer.watchEvery)
 	defer ticker.Stop()
-	said := map[string]time.Time{}
+	var said say.Lines
 	do := func(what string, f func(context.Context) error) {
-		err := f(ctx)
-		if err == nil || ctx.Err() != nil {
-			delete(said, what)
-		} else if time.Since(said[what]) > sayEvery {
-			said[what] = time.Now()
-			s.engine.cfg.Logger.WarnContext(ctx, "could not "+what+"; will retry", "group", s.engine.cfg.Group, "error", err)
+		if err := f(ctx); err != nil && ctx.Err() == nil {
+			if times, due := said.Due(what, false); due {
+				s.engine.cfg.Logger.WarnContext(ctx, "could not "+what+"; will retry", "group", s.engine.cfg.Group, "error", err, "times", times)
+			}
 		}
 	}
-	looked, awaiting := time.Now(), time.Time{}
+	looked := time.Now()
 	for {
-		if s.engine.cfg.MissingTopic == MissingTopicWait && time.Since(awaiting) >= missingEvery {
-			awaiting = time.Now()
-			do("ask for missing topics", s.awaitTopics)
-		}
 		select {
 		case <-ctx.Done():
 			return
@@ -267,26 +258,6 @@ func (s *session) look(ctx context.Context) error {
 	}
 	if _, err := s.engine.pool.Exec(ctx, s.engine.sql.caughtUp, group, topics, numbers, epochs, now, delivered, nothing); err != nil {
 		return fmt.Errorf("store that partitions are at their end: %w", err)
-	}
-	return nil
-}
-
-// awaitTopics logs the missing topics once a minute, until all exist.
-func (s *session) awaitTopics(ctx context.Context) error {
-	if s.topicsExist {
-		return nil
-	}
-	missing, err := missingTopics(ctx, s.client, s.engine.cfg.Topics)
-	switch {
-	case err != nil:
-		return err
-	case len(missing) == 0:
-		if s.topicsExist = true; !s.saidMissing.IsZero() {
-			s.client.ForceMetadataRefresh()
-		}
-	case time.Since(s.saidMissing) >= missingWarnEvery:
-		s.saidMissing = time.Now()
-		s.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.engine.cfg.Group, "topics", missing)
 	}
 	return nil
 }

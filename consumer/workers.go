@@ -239,7 +239,7 @@ func (w *workers) release() bool {
 	l := w.partition.lane
 	list, err := l.due(l.ctx)
 	if err != nil {
-		l.said.warn(l, "could not read due parked messages; will retry", err)
+		l.warn("could not read due parked messages; will retry", err)
 		return !l.stopped()
 	}
 	w.mu.Lock()
@@ -420,7 +420,7 @@ func (w *workers) retry(l *lane, d due) {
 	if err := l.release(l.ctx, []due{d}); err == nil {
 		w.partition.requestRelease() // there may be more
 	} else if !l.stopped() {
-		l.said.warn(l, "could not read due parked messages; will retry", err)
+		l.warn("could not read due parked messages; will retry", err)
 	}
 }
 

@@ -36,7 +36,7 @@ func (t *topics) ask(ctx context.Context, client *kgo.Client, names []string) (m
 		}
 		var unclear []string
 		for _, name := range left {
-			s, again := t.state(ctx, client, name, answers[name])
+			s, again := t.state(name, answers[name])
 			if found[name] = s; again && t.isNew(name) {
 				unclear = append(unclear, name)
 			}
@@ -81,14 +81,14 @@ func askMetadata(ctx context.Context, client *kgo.Client, names []string) (map[s
 }
 
 // state interprets an answer. unclear: Kafka cannot say now, and may soon.
-func (t *topics) state(ctx context.Context, client *kgo.Client, name string, answer *kmsg.MetadataResponseTopic) (s topicState, unclear bool) {
+func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topicState, unclear bool) {
 	s = topicState{fresh: topicMaxAge}
 	var err error = kerr.UnknownTopicOrPartition
 	if answer != nil {
 		err = kerr.ErrorForCode(answer.ErrorCode)
 	}
 	switch {
-	case err == nil && t.mayWrite(ctx, client, name, answer):
+	case err == nil && t.mayWrite(name, answer):
 		s.parts = int32(len(answer.Partitions))
 	case err == nil:
 		s.reason, s.err = ReasonNotAuthorized, fmt.Errorf("the brokers do not let the relay write to topic %q: grant it WRITE, and the row is published automatically", name)
@@ -116,56 +116,13 @@ const (
 )
 
 // mayWrite uses the rights that the brokers report. If they report none (before Kafka 2.3, and some
-// compatible services), it uses whether they refused a record, until a request without records is
-// accepted.
-func (t *topics) mayWrite(ctx context.Context, client *kgo.Client, name string, answer *kmsg.MetadataResponseTopic) bool {
+// compatible services), it uses whether they refused a record lately; then its rows are tried again.
+func (t *topics) mayWrite(name string, answer *kmsg.MetadataResponseTopic) bool {
 	rights := answer.AuthorizedOperations
-	said := rights != math.MinInt32 && rights&mayDescribe != 0
-	if said && rights&mayWrite == 0 {
+	if rights != math.MinInt32 && rights&mayDescribe != 0 && rights&mayWrite == 0 {
 		return false
 	}
-	refused, due := t.memory.refusal(name)
-	switch {
-	case !refused:
-		return true
-	case !due:
-		return false
-	case !said && writeRefused(ctx, client, answer):
-		t.memory.refuse(name)
-		return false
-	}
-	t.memory.admit(name)
-	return true
-}
-
-// writeRefused sends a produce request without records: brokers check the right to write before
-// they check what is written, and then refuse a request without records. Only
-// TopicAuthorizationFailed is certain. After any other answer the rows are tried: if they are
-// refused, they wait again.
-func writeRefused(ctx context.Context, client *kgo.Client, answer *kmsg.MetadataResponseTopic) bool {
-	if len(answer.Partitions) == 0 {
-		return true
-	}
-	ctx, cancel := context.WithTimeout(ctx, limitsAskMax)
-	defer cancel()
-	partition := kmsg.NewProduceRequestTopicPartition()
-	partition.Partition, partition.Records = answer.Partitions[0].Partition, []byte{}
-	topic := kmsg.NewProduceRequestTopic()
-	topic.Topic, topic.TopicID, topic.Partitions = *answer.Topic, answer.TopicID, []kmsg.ProduceRequestTopicPartition{partition}
-	request := kmsg.NewPtrProduceRequest()
-	request.Acks, request.TimeoutMillis, request.Topics = -1, int32(limitsAskMax.Milliseconds()), []kmsg.ProduceRequestTopic{topic}
-	response, err := client.Broker(int(answer.Partitions[0].Leader)).RetriableRequest(ctx, request)
-	if err != nil {
-		return false
-	}
-	for _, topic := range response.(*kmsg.ProduceResponse).Topics { //nolint:forcetypeassert // the response to that request
-		for _, p := range topic.Partitions {
-			if p.ErrorCode == kerr.TopicAuthorizationFailed.Code {
-				return true
-			}
-		}
-	}
-	return false
+	return !t.memory.refusedLately(name)
 }
 
 // askLimits requests the record size limits of the topics that the relay can write to. Without an

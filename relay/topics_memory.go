@@ -14,7 +14,7 @@ import (
 type topicMemory struct {
 	mu      sync.Mutex
 	limits  map[string]*limitMemory
-	refused map[string]*refusedTopic
+	refused map[string]time.Time // topics that the relay may not write to, and since when
 	waiting map[string]time.Time // topics that the relay may not use, and since when; logged
 	// touched is set when a value changed that a client may have been given before. It is never
 	// cleared: a limit rarely changes, and the check that it costs is short.
@@ -31,18 +31,9 @@ type limitMemory struct {
 	failed  int // consecutive requests without an answer
 }
 
-// refusedTopic is a topic that brokers refused to write to, although they do not report that in the
-// topic's rights.
-type refusedTopic struct {
-	pause    time.Duration
-	next     time.Time // when writing is tried again
-	admitted time.Time // when writing was admitted; zero: still refused
-}
-
-const (
-	writeRetryMin = time.Second
-	writeRetryMax = 30 * time.Second
-)
+// writeRetryEvery is how often writing is tried to a topic that brokers refused to write to, although
+// they do not report that in the topic's rights.
+const writeRetryEvery = 10 * time.Second
 
 func (m *topicMemory) limit(name string) *limitMemory {
 	l := m.limits[name]
@@ -118,40 +109,17 @@ func (m *topicMemory) batchBytes(name string) int32 {
 func (m *topicMemory) refuse(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	r := m.refused[name]
-	if r == nil {
-		if m.refused == nil {
-			m.refused = map[string]*refusedTopic{}
-		}
-		r = &refusedTopic{}
-		m.refused[name] = r
+	if m.refused == nil {
+		m.refused = map[string]time.Time{}
 	}
-	if !r.admitted.IsZero() && time.Since(r.admitted) > 2*writeRetryMax {
-		r.pause = 0 // a new refusal, not a continuation of the last one
-	}
-	r.pause = min(max(2*r.pause, writeRetryMin), writeRetryMax)
-	r.next, r.admitted = time.Now().Add(r.pause), time.Time{}
+	m.refused[name] = time.Now()
 }
 
-// refusal reports whether brokers refused to let the relay write to a topic, and whether it is time
-// to try again.
-func (m *topicMemory) refusal(name string) (refused, due bool) {
+func (m *topicMemory) refusedLately(name string) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	r := m.refused[name]
-	if r == nil || !r.admitted.IsZero() {
-		return false, false
-	}
-	return true, !time.Now().Before(r.next)
-}
-
-// admit ends a refusal. If writing is refused again at once, the pauses keep growing.
-func (m *topicMemory) admit(name string) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if r := m.refused[name]; r != nil && r.admitted.IsZero() {
-		r.admitted = time.Now()
-	}
+	at, refused := m.refused[name]
+	return refused && time.Since(at) < writeRetryEvery
 }
 
 // tell logs once that the relay may not use a topic, and once that it may again.

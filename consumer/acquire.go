@@ -382,7 +382,7 @@ func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known
 	cfg, rule := c.engine.cfg, c.idRule(h.topic)
 	if row.handledRule != nil {
 		// Two texts may describe rules that give every message the same ID.
-		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.rules[h.topic]) {
+		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.ids[h.topic].IDRule()) {
 			row.handledRule = &rule
 		}
 	}
@@ -398,7 +398,7 @@ func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known
 
 // idRule is the text of the rule by which messages of a topic get their IDs. Messages that were
 // handled under another rule have other claims.
-func (c *Consumer) idRule(topic string) string { return c.rules[topic].String() }
+func (c *Consumer) idRule(topic string) string { return c.ids[topic].IDRule().String() }
 
 func (c *Consumer) decide(k known) held {
 	d := decideStart(k)

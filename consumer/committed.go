@@ -6,9 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -57,33 +57,16 @@ func commitMetadata(cluster string, topicID uuid.UUID, offset int64) string {
 	return fmt.Sprintf("%s cluster=%s topic=%s offset=%d", commitVersion, cluster, topicID, offset)
 }
 
-// parsedCommit is the metadata of a commit by this library.
-type parsedCommit struct {
-	cluster string
-	topicID uuid.UUID
-	offset  int64
-}
+var commitForm = regexp.MustCompile(`^` + commitVersion + ` cluster=(\S*) topic=(\S+) offset=(\d+)$`)
 
-func parseCommit(metadata string) (c parsedCommit, ok bool) {
-	fields := strings.Fields(metadata)
-	if len(fields) == 0 || fields[0] != commitVersion {
-		return c, false
+func parseCommit(metadata string) (cluster string, topicID uuid.UUID, offset int64, ok bool) {
+	found := commitForm.FindStringSubmatch(metadata)
+	if found == nil {
+		return "", uuid.Nil, 0, false
 	}
-	c.offset = -1
-	var problems error
-	for _, field := range fields[1:] {
-		var err error
-		switch name, value, _ := strings.Cut(field, "="); name {
-		case "cluster":
-			c.cluster = value
-		case "topic":
-			c.topicID, err = uuid.Parse(value)
-		case "offset":
-			c.offset, err = strconv.ParseInt(value, 10, 64)
-		}
-		problems = errors.Join(problems, err)
-	}
-	return c, problems == nil
+	topicID, idErr := uuid.Parse(found[2])
+	offset, err := strconv.ParseInt(found[3], 10, 64)
+	return found[1], topicID, offset, errors.Join(idErr, err) == nil
 }
 
 // origin compares a committed offset with the current topic. An offset that is not ours was
@@ -92,12 +75,12 @@ func (c *committedOffset) origin(log *topicLog) commitOrigin {
 	if c == nil || c.offset < 0 {
 		return commitNone
 	}
-	switch said, ok := parseCommit(c.metadata); {
-	case !ok, said.cluster != log.cluster:
+	switch cluster, topicID, offset, ok := parseCommit(c.metadata); {
+	case !ok, cluster != log.cluster:
 		return commitForeign
-	case said.offset != c.offset:
+	case offset != c.offset:
 		return commitMoved
-	case said.topicID != uuid.Nil && log.topicID != uuid.Nil && said.topicID != log.topicID:
+	case topicID != uuid.Nil && log.topicID != uuid.Nil && topicID != log.topicID:
 		return commitStale
 	default:
 		return commitOurs

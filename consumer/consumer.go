@@ -6,11 +6,14 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -33,13 +36,17 @@ type Consumer struct {
 	phase   atomic.Pointer[phaseNow]
 	ids     map[string]dedup.Consumer // by topic; written before a session starts
 	names   map[string]string         // the consumer's name, by topic; as ids
-	rules   map[string]dedup.IDRule   // how messages get their IDs, by topic; as ids
 	session atomic.Pointer[session]   // the last one
 }
 
 // ErrNotPrimary is returned by Run if the database is a standby. Nothing was consumed. Remedy:
 // connect to the primary.
 var ErrNotPrimary = errors.New("the database is a standby: connect the consumer to the primary")
+
+// ErrUnknownTopic is returned by Run if one of Config.Topics does not exist. Nothing was consumed.
+// Remedy: create the topic, or correct its name. A client that may create topics
+// (kgo.AllowAutoTopicCreation) waits for them.
+var ErrUnknownTopic = errors.New("topic does not exist")
 
 // New returns a consumer, or all problems of its configuration at once. It opens no connection. The
 // caller keeps the pool and closes it; each running partition takes one of its connections. The
@@ -104,10 +111,10 @@ func (c *Consumer) checkDrain() error {
 func (c *Consumer) Run(ctx context.Context) (err error) {
 	c.enter(PhaseStarting, nil)
 	defer func() { c.enter(PhaseStopped, err) }()
-	if err := c.prepared(ctx); err != nil {
+	if err := c.await(ctx, "the database", c.prepare); err != nil {
 		return err
 	}
-	if err := c.topicsExist(ctx); err != nil {
+	if err := c.await(ctx, "Kafka", c.topicsExist); err != nil {
 		return err
 	}
 	if ctx.Err() != nil {
@@ -145,19 +152,60 @@ func (c *Consumer) join(ctx context.Context, attempt int) {
 	}
 }
 
-// prepared waits for a database that does not answer yet. It returns nil if ctx ends first.
-func (c *Consumer) prepared(ctx context.Context) error {
+// await repeats a check of what does not answer yet. It returns nil if ctx ends first.
+func (c *Consumer) await(ctx context.Context, what string, check func(context.Context) error) error {
 	for attempt := 1; ctx.Err() == nil; attempt++ {
-		err := c.prepare(ctx)
+		err := check(ctx)
 		if err == nil || !waitable(err) {
 			return err
 		}
 		wait := c.engine.backoff(attempt)
 		c.enter(PhaseStarting, err)
-		c.engine.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		c.engine.cfg.Logger.WarnContext(ctx, "waiting for "+what, "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)
 	}
 	return nil
+}
+
+const (
+	// missingLooks is how often a topic is looked up before it counts as missing: a broker learns
+	// of a new topic only after the controller has answered.
+	missingLooks = 4
+	// missingPause is the pause between two lookups.
+	missingPause = 500 * time.Millisecond
+)
+
+// topicsExist returns ErrUnknownTopic for topics that the brokers do not know. A topic that the
+// consumer may not read does not count as missing: the session reports that error.
+func (c *Consumer) topicsExist(ctx context.Context) error {
+	client, err := kafkaclient.New(c.kafka...)
+	if err != nil {
+		return fmt.Errorf("kafka options: %w", err)
+	}
+	defer client.Close()
+	if created, _ := client.OptValue(kgo.AllowAutoTopicCreation).(bool); created {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	var missing []string
+	for look := 0; look < missingLooks; look++ {
+		if look > 0 {
+			pause.For(ctx, missingPause)
+		}
+		metadata, err := kadm.NewClient(client).Metadata(ctx, c.engine.cfg.Topics...)
+		if err != nil {
+			return fmt.Errorf("ask Kafka for topics: %w", err)
+		}
+		missing = slices.DeleteFunc(slices.Clone(c.engine.cfg.Topics), func(name string) bool {
+			topic, ok := metadata.Topics[name]
+			return ok && !errors.Is(topic.Err, kerr.UnknownTopicOrPartition)
+		})
+		if len(missing) == 0 {
+			return nil
+		}
+	}
+	return fmt.Errorf("%w: %s (Config.Topics of group %q): create it, or correct the name", ErrUnknownTopic, strings.Join(missing, ", "), c.engine.cfg.Group)
 }
 
 // prepare checks the database and registers the consumer's names.
@@ -180,7 +228,6 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		return err
 	}
 	ids, named := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics)), make(map[string]string, len(c.engine.cfg.Topics))
-	rules := make(map[string]dedup.IDRule, len(c.engine.cfg.Topics))
 	for _, topic := range c.engine.cfg.Topics {
 		alias := c.engine.cfg.alias(topic)
 		name, topics := c.engine.cfg.Group+"/"+alias, slices.DeleteFunc(slices.Clone(c.engine.cfg.Topics), func(other string) bool {
@@ -196,13 +243,13 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		ids[topic], named[topic], rules[topic] = id, name, id.IDRule()
+		ids[topic], named[topic] = id, name
 		if c.ids == nil {
-			c.warnRule(ctx, name, wanted, rules[topic])
+			c.warnRule(ctx, name, wanted, id.IDRule())
 			c.warnWindow(ctx, name, id.Replaced())
 		}
 	}
-	c.ids, c.names, c.rules = ids, named, rules
+	c.ids, c.names = ids, named
 	return nil
 }
 
@@ -220,7 +267,7 @@ func (c *Consumer) logStart(ctx context.Context) {
 	cfg := &c.engine.cfg
 	names, rules := make([]string, len(cfg.Topics)), make([]string, len(cfg.Topics))
 	for i, topic := range cfg.Topics {
-		names[i], rules[i] = c.names[topic], c.rules[topic].String()
+		names[i], rules[i] = c.names[topic], c.idRule(topic)
 	}
 	attrs := []any{
 		"group", cfg.Group, "topics", cfg.Topics, "consumers", slices.Compact(names), "id_rules", slices.Compact(rules), "owner", c.owner,

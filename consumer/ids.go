@@ -36,15 +36,7 @@ func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored ded
 	}
 	quote := func(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
 	c.engine.cfg.Logger.WarnContext(ctx, "the stored ID rule stays in effect, not the one of Config: with another ID a redelivered message would have a second effect. To switch, stop all consumers of the name and run: "+
-		"outbox-relay consumer id-rule "+quote(name)+" --set "+wantedText(wanted, quote)+" --why REASON", "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
-}
-
-// wantedText formats a rule for the command line, quoted if a shell needs that.
-func wantedText(wanted dedup.IDRule, quote func(string) string) string {
-	if text := wanted.String(); strings.HasPrefix(text, "headers:") {
-		return quote(text)
-	}
-	return wanted.String()
+		"outbox-relay consumer id-rule "+quote(name)+" --set "+quote(wanted.String())+" --why REASON", "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
 }
 
 // reservedScope is the prefix of the scopes of IDs that the engine derives. A producer that could

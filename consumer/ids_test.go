@@ -192,7 +192,7 @@ func TestStoredRuleDecides(t *testing.T) {
 		stored, says  string
 	}{
 		"new name":    {nil, []string{"x-id"}, "standard", "--set 'headers:x-id'"},
-		"new headers": {[]string{"x-id"}, nil, "headers:x-id", "--set standard"},
+		"new headers": {[]string{"x-id"}, nil, "headers:x-id", "--set 'standard'"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

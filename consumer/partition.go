@@ -72,7 +72,7 @@ func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan s
 	cfg := &c.engine.cfg
 	l := &lane{
 		engine: c.engine, ctx: ctx, stopping: stopping, does: laneState{state: StateRunning}, size: min(batchBegins, cfg.BatchMax),
-		scope: c.names[pos.topic], alias: cfg.alias(pos.topic), idSources: c.rules[pos.topic].Sources(),
+		scope: c.names[pos.topic], alias: cfg.alias(pos.topic), idSources: c.ids[pos.topic].IDRule().Sources(),
 		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), asks: newAsks()},
 		breaker: newBreaker(cfg.ParkShareMax),
 	}

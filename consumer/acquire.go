@@ -357,8 +357,7 @@ func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) (
 			} else if h.ahead(row) {
 				taken[i] = held{waits: errAhead, ahead: row.next}
 			} else {
-				taken[i] = c.decide(c.known(h, row, met))
-				taken[i].paused = row.paused
+				taken[i] = c.decide(h, row, met)
 			}
 		}
 		return c.storeHolds(ctx, tx, holds, rows, taken)
@@ -378,7 +377,7 @@ func (h hold) ahead(row storedPosition) bool {
 	return h.seen == nil || *h.seen <= h.log.end
 }
 
-func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known {
+func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held {
 	cfg, rule := c.engine.cfg, c.idRule(h.topic)
 	if row.handledRule != nil {
 		// Two texts may describe rules that give every message the same ID.
@@ -390,26 +389,22 @@ func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known
 	if !ok {
 		partitions = math.MaxInt32
 	}
-	return known{
+	d := decideStart(known{
 		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions, offsets: h.offsets,
 		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
+	})
+	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
+	pos.next.Store(-1)
+	pos.set(d.next)
+	if !row.released && (row.next == nil) == (row.heldOffset == nil) && (row.next == nil || *row.next == *row.heldOffset) {
+		pos.stuck = row.stuck + 1
 	}
+	return held{pos: pos, decision: d, paused: row.paused}
 }
 
 // idRule is the text of the rule by which messages of a topic get their IDs. Messages that were
 // handled under another rule have other claims.
 func (c *Consumer) idRule(topic string) string { return c.ids[topic].IDRule().String() }
-
-func (c *Consumer) decide(k known) held {
-	d := decideStart(k)
-	pos := &position{topic: k.topic, partition: k.partition, epoch: k.row.epoch + 1, handled: d.handled, server: k.row.server}
-	pos.next.Store(-1)
-	pos.set(d.next)
-	if next := k.row.next; !k.row.released && (next == nil) == (k.row.heldOffset == nil) && (next == nil || *next == *k.row.heldOffset) {
-		pos.stuck = k.row.stuck + 1
-	}
-	return held{pos: pos, decision: d}
-}
 
 // lockPositions inserts missing rows, then locks and reads all of them.
 func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, contacts []contact) (map[topicPartition]storedPosition, map[string]int32, error) {
@@ -420,11 +415,11 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 	group := c.engine.cfg.Group
 	rows, met := map[topicPartition]storedPosition{}, map[string]int32{}
 	batch := &pgx.Batch{}
-	batch.Queue(c.engine.sql.settings, c.engine.timeout[0], c.engine.timeout[1], c.engine.timeout[2])
+	batch.Queue(c.engine.sql[settingsSQL], c.engine.timeout[0], c.engine.timeout[1], c.engine.timeout[2])
 	if len(contacts) > 0 {
-		batch.Queue(c.engine.sql.contact, contactArguments(group, contacts)...)
+		batch.Queue(c.engine.sql[contactSQL], contactArguments(group, contacts)...)
 	}
-	batch.Queue(c.engine.sql.met, group, topics).Query(func(found pgx.Rows) error {
+	batch.Queue(c.engine.sql[metSQL], group, topics).Query(func(found pgx.Rows) error {
 		var topic string
 		var partitions int32
 		_, err := pgx.ForEachRow(found, []any{&topic, &partitions}, func() error {
@@ -433,8 +428,8 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 		})
 		return err
 	})
-	batch.Queue(c.engine.sql.rows, group, topics, numbers)
-	batch.Queue(c.engine.sql.lock, group, topics, numbers).Query(func(found pgx.Rows) error {
+	batch.Queue(c.engine.sql[rowsSQL], group, topics, numbers)
+	batch.Queue(c.engine.sql[lockSQL], group, topics, numbers).Query(func(found pgx.Rows) error {
 		for found.Next() {
 			var key topicPartition
 			var row storedPosition
@@ -489,10 +484,10 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 		}
 		list = append(list, one)
 		if d.reset != nil {
-			batch.Queue(c.engine.sql.reset, c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
+			batch.Queue(c.engine.sql[resetSQL], c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
 		}
 	}
-	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, list)
+	batch.Queue(c.engine.sql[holdSQL], c.engine.cfg.Group, c.owner, list)
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return fmt.Errorf("store where partitions begin: %w", err)
 	}
@@ -512,7 +507,7 @@ func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
-	if _, err := c.engine.pool.Exec(ctx, c.engine.sql.givenUp, c.engine.cfg.Group, topics, numbers, epochs); err != nil {
+	if _, err := c.engine.pool.Exec(ctx, c.engine.sql[givenUpSQL], c.engine.cfg.Group, topics, numbers, epochs); err != nil {
 		return fmt.Errorf("release positions: %w", err)
 	}
 	return nil

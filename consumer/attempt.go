@@ -232,12 +232,18 @@ func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure
 func (e *engine) leaveBehind(a *attempt) {
 	a.tx.leave()
 	if a.conn.abandon() { // otherwise it has ended
-		e.abandoned.Add(1)
-		go func() {
-			<-a.done
-			e.abandoned.Add(-1)
-		}()
+		e.countAbandoned(a.done, func() {})
 	}
+}
+
+// countAbandoned counts abandoned user code until it returns.
+func (e *engine) countAbandoned(done <-chan struct{}, returned func()) {
+	e.abandoned.Add(1)
+	go func() {
+		<-done
+		e.abandoned.Add(-1)
+		returned()
+	}()
 }
 
 // left returns the remaining part of limit for the message being handled.

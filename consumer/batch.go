@@ -26,8 +26,8 @@ type engine struct {
 	claims  *dedup.Claims
 	outbox  *outbox.Outbox // for dead letters
 	handler Handler
-	sql     queries
-	timeout [3]string // settings, in milliseconds
+	sql     map[string]string // by the constant that is the statement for the standard schema
+	timeout [3]string         // settings, in milliseconds
 	// unclaimed handles every message without a claim: see internal/nodedup.
 	unclaimed bool
 	abandoned atomic.Int32 // abandoned attempts, and hooks, that still run
@@ -169,9 +169,9 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	defer cancel()
 	batch := &pgx.Batch{}
 	batch.Queue(e.beginSQL())
-	batch.Queue(e.sql.guard)
+	batch.Queue(e.sql[guardSQL])
 	var server time.Time
-	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
+	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
 	decide := e.queueClaim(batch, w, &c)
 	if e.expires() && !w.released() {
 		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
@@ -216,8 +216,8 @@ func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func
 		}
 	}
 	args := []any{w.consumer.ID(), w.pos.topic, w.pos.partition, w.hints}
-	batch.Queue(e.sql.lockHeads, args...).Query(read(locked))
-	batch.Queue(e.sql.heldNow, args...).Query(read(c.held))
+	batch.Queue(e.sql[lockHeadsSQL], args...).Query(read(locked))
+	batch.Queue(e.sql[heldNowSQL], args...).Query(read(c.held))
 	return func() bool {
 		for hash := range c.held {
 			if _, there := locked[hash]; !there {
@@ -234,7 +234,7 @@ func (e *engine) queueClaim(batch *pgx.Batch, w *work, c *claimed) (decide func(
 	case w.released():
 		return e.queueLock(batch, w, c)
 	case e.unclaimed:
-		return func() { c.fresh = all(len(w.msgs)) }
+		return func() { c.fresh = slices.Repeat([]bool{true}, len(w.msgs)) }
 	case e.cfg.Dedup == DedupByPosition:
 		return func() { c.fresh = w.ahead() }
 	}
@@ -256,14 +256,6 @@ func (w *work) ahead() []bool {
 	fresh := make([]bool, len(w.msgs))
 	for i, msg := range w.msgs {
 		fresh[i] = msg.Offset >= w.pos.next.Load()
-	}
-	return fresh
-}
-
-func all(n int) []bool {
-	fresh := make([]bool, n)
-	for i := range fresh {
-		fresh[i] = true
 	}
 	return fresh
 }
@@ -325,11 +317,11 @@ func (e *engine) queuePosition(batch *pgx.Batch, w *work, stored *int64) {
 	args := []any{e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch}
 	switch last := w.msgs[len(w.msgs)-1]; {
 	case w.released():
-		batch.Queue(e.sql.check, append(args, nil)...)
+		batch.Queue(e.sql[checkSQL], append(args, nil)...)
 	case w.apart:
-		batch.Queue(e.sql.check, append(args, w.pos.stored())...)
+		batch.Queue(e.sql[checkSQL], append(args, w.pos.stored())...)
 	default:
-		batch.Queue(e.sql.advance, append(args, w.pos.stored(), last.next(), last.Time)...).
+		batch.Queue(e.sql[advanceSQL], append(args, w.pos.stored(), last.next(), last.Time)...).
 			QueryRow(func(row pgx.Row) error { return row.Scan(stored) })
 	}
 }
@@ -385,7 +377,7 @@ func (e *engine) closesWithout(ctx context.Context, w *work, s *selection) bool 
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
 	batch, stored := &pgx.Batch{}, int64(0)
-	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2])
+	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2])
 	e.queueFailures(ctx, batch, w, s)
 	e.queuePosition(batch, w, &stored)
 	return tx.SendBatch(ctx, batch).Close() == nil

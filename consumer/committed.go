@@ -33,18 +33,7 @@ const (
 )
 
 func (o commitOrigin) String() string {
-	switch o {
-	case commitNone:
-		return "none"
-	case commitOurs:
-		return "committed by this consumer"
-	case commitStale:
-		return "of an earlier topic"
-	case commitMoved:
-		return "moved by another program"
-	default:
-		return "committed by another program"
-	}
+	return [...]string{"none", "committed by this consumer", "of an earlier topic", "moved by another program", "committed by another program"}[o]
 }
 
 // The metadata of a commit names the log that it belongs to. Otherwise an offset of a topic that

@@ -77,7 +77,7 @@ func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s
 	}
 	e.queuePark(batch, w.consumer, s)
 	if w.released() {
-		batch.Queue(e.sql.unpark, rows) // a trigger promotes the next message of each key: see parked_promote
+		batch.Queue(e.sql[unparkSQL], rows) // a trigger promotes the next message of each key: see parked_promote
 	}
 	return letters
 }

@@ -80,8 +80,8 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 	var forgotten *time.Time
 	before := []dedup.Step{
 		{SQL: e.beginSQL()},
-		{SQL: e.sql.guard},
-		{SQL: e.sql.settings, Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server}},
+		{SQL: e.sql[guardSQL]},
+		{SQL: e.sql[settingsSQL], Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server}},
 	}
 	var after []dedup.Step
 	if e.expires() {

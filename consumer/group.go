@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -313,7 +314,7 @@ func (s *session) release(ctx context.Context, keys map[string][]int32, limit ti
 	var workers []*partition
 	s.mu.Lock()
 	for key, a := range s.assignments {
-		if keys != nil && !contains(keys, key) {
+		if keys != nil && !slices.Contains(keys[key.topic], key.partition) {
 			continue
 		}
 		released[key] = a
@@ -336,15 +337,6 @@ func (s *session) release(ctx context.Context, keys map[string][]int32, limit ti
 			delete(s.assignments, key)
 		}
 	}
-}
-
-func contains(keys map[string][]int32, key topicPartition) bool {
-	for _, number := range keys[key.topic] {
-		if number == key.partition {
-			return true
-		}
-	}
-	return false
 }
 
 // stop ends partitions: none begins another batch. Each may finish its current batch until the

@@ -178,15 +178,7 @@ func (l *lane) sayPlain(msgs []*Message) {
 		}
 		l.engine.warnPlain.Do(func() {
 			l.log(slog.LevelWarn, "messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once",
-				"offset", m.Offset, "headers", headerNames(m))
+				"offset", m.Offset, "headers", len(m.Headers))
 		})
 	}
-}
-
-// headerNames lists the first headers of a message, among which its ID may be: see Config.IDHeaders.
-func headerNames(m *Message) (names []string) {
-	for _, h := range m.Headers[:min(len(m.Headers), 10)] {
-		names = append(names, fmt.Sprintf("%.40q", h.Name))
-	}
-	return names
 }

@@ -370,22 +370,15 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if waits%waitsStored == 0 {
 		l.store(fmt.Sprintf("%s, attempt %d: %v", text, waits, f.err))
 	}
-	l.become(l.waitState(waits, f), f.err)
+	state := StateWaitingForDatabase
+	if errors.Is(f.err, errManyAbandoned) {
+		state = StateBlocked
+	} else if waits < waitsStored && l.engine.verdict(f) == verdictRepeat {
+		state = StateRunning // a conflict with a concurrent transaction is not an outage
+	}
+	l.become(state, f.err)
 	l.pause(wait)
 	return !l.stopped()
-}
-
-// waitState is the state of a lane that waits. A conflict with a concurrent transaction is not an
-// outage.
-func (l *lane) waitState(waits int, f *failure) PartitionState {
-	switch {
-	case errors.Is(f.err, errManyAbandoned):
-		return StateBlocked
-	case waits < waitsStored && l.engine.verdict(f) == verdictRepeat:
-		return StateRunning
-	default:
-		return StateWaitingForDatabase
-	}
 }
 
 // waitsStored is after how many consecutive waits the reason is stored in the position, where
@@ -397,7 +390,7 @@ func (l *lane) databaseAnswers() bool {
 	ctx, cancel := context.WithTimeout(l.ctx, answerGrace)
 	defer cancel()
 	var primary bool
-	return l.engine.pool.QueryRow(ctx, l.engine.sql.primary).Scan(&primary) == nil && primary
+	return l.engine.pool.QueryRow(ctx, l.engine.sql[primarySQL]).Scan(&primary) == nil && primary
 }
 
 // pause waits for d, or until the lane must stop.

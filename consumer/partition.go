@@ -210,7 +210,7 @@ func (p *partition) advance(to passed) bool {
 	ctx, cancel := e.bounded(p.lane.ctx)
 	defer cancel()
 	var stored *int64
-	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), to.behind, to.at, p.pos.server).Scan(&stored)
+	err := e.pool.QueryRow(ctx, e.sql[advanceApartSQL], e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), to.behind, to.at, p.pos.server).Scan(&stored)
 	f := engineFailure(err)
 	if errors.Is(err, pgx.ErrNoRows) {
 		// Only memory knows what workers have done, and the server may have lost it.

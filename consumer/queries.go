@@ -262,27 +262,15 @@ WHERE seq = $1`
 const uncountSQL = `-- consumer.uncount
 UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($1::bigint[]) AND state = 'retry' AND attempts > 0`
 
-// queries are the statements for one schema.
-type queries struct {
-	settings, primary, guard                                         string
-	contact, met, rows, lock, hold                                   string
-	reset, givenUp, poll, trouble, caughtUp                          string
-	lockHeads, heldNow                                               string
-	advance, advanceApart, check                                     string
-	park, touchHeads, heads                                          string
-	orderRetries, due, release, lockParked, unpark, setBack, uncount string
-}
-
-func newQueries(schema string) queries {
-	in := func(sql string) string { return migrations.InSchema(sql, schema) }
-	return queries{
-		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
-		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL),
-		reset: in(resetSQL), givenUp: in(givenUpSQL), poll: in(pollSQL), trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
-		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
-		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL),
-		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL),
-		orderRetries: in(orderRetriesSQL), due: in(dueSQL),
-		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL), uncount: in(uncountSQL),
+// newQueries returns the statements for one schema, by their text here.
+func newQueries(schema string) map[string]string {
+	queries := map[string]string{}
+	for _, sql := range []string{
+		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, resetSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
+		lockHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, touchHeadsSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
+		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL,
+	} {
+		queries[sql] = migrations.InSchema(sql, schema)
 	}
+	return queries
 }

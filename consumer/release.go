@@ -30,7 +30,7 @@ func (l *lane) loadHeld(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
 	defer cancel()
 	l.loads++
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql[headsSQL], l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
 		return fmt.Errorf("read parked keys: %w", err)
 	}
@@ -66,7 +66,7 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 	args := []any{l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition}
 	batch := &pgx.Batch{}
 	if l.engine.holdsKeys() {
-		batch.Queue(l.engine.sql.orderRetries, append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
+		batch.Queue(l.engine.sql[orderRetriesSQL], append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
 			if tag.RowsAffected() > 0 {
 				l.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
 			}
@@ -74,7 +74,7 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 		})
 	}
 	var list []due
-	batch.Queue(l.engine.sql.due, append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
+	batch.Queue(l.engine.sql[dueSQL], append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
 			err = row.Scan(&d.seq, &d.hash, &d.tried)
 			return d, err
@@ -138,7 +138,7 @@ func (l *lane) uncount(msgs []*Message) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(l.ctx), answerGrace)
 	defer cancel()
 	if len(rows) > 0 {
-		_, _ = l.engine.pool.Exec(ctx, l.engine.sql.uncount, rows) // otherwise they count as attempts that ended the process
+		_, _ = l.engine.pool.Exec(ctx, l.engine.sql[uncountSQL], rows) // otherwise they count as attempts that ended the process
 	}
 }
 
@@ -151,7 +151,7 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
 	behind := limit / max(len(seqs), 1) // for each due message, so that few messages are read and not handled
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql[releaseSQL], l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
@@ -190,7 +190,7 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 // messages are claimed again, in case their claims were forgotten.
 func (e *engine) queueLock(batch *pgx.Batch, w *work, c *claimed) (decide func()) {
 	there := make(map[int64]bool, len(w.msgs))
-	batch.Queue(e.sql.lockParked, w.rows(w.msgs)).Query(func(rows pgx.Rows) error {
+	batch.Queue(e.sql[lockParkedSQL], w.rows(w.msgs)).Query(func(rows pgx.Rows) error {
 		var seq int64
 		_, err := pgx.ForEachRow(rows, []any{&seq}, func() error {
 			there[seq] = true
@@ -227,7 +227,7 @@ func (l *lane) setBack(msg *Message, why *parking) {
 	}
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
-	_, err := l.engine.pool.Exec(ctx, l.engine.sql.setBack, msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
+	_, err := l.engine.pool.Exec(ctx, l.engine.sql[setBackSQL], msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
 	if err != nil {
 		l.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
 	}

@@ -82,7 +82,7 @@ func (l *lane) storeTrouble(text *string) {
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
 	pos := l.work.pos
-	_, _ = l.engine.pool.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, text)
+	_, _ = l.engine.pool.Exec(ctx, l.engine.sql[troubleSQL], l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, text)
 }
 
 // hook calls a callback of the configuration in a separate goroutine: a callback that panics or calls
@@ -112,12 +112,7 @@ func (e *engine) hook(stopping <-chan struct{}, call func()) {
 		e.cfg.Logger.Error("a hook did not return within HandlerTimeout; no hook is called until it does", "group", e.cfg.Group)
 	}
 	e.hooked.Store(true)
-	e.abandoned.Add(1)
-	go func() {
-		<-done
-		e.hooked.Store(false)
-		e.abandoned.Add(-1)
-	}()
+	e.countAbandoned(done, func() { e.hooked.Store(false) })
 }
 
 // tell reports what a transaction committed to the hooks. It also logs messages that were parked

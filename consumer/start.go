@@ -204,7 +204,7 @@ func (k known) begin() decision {
 		d.why = fmt.Sprintf("Kafka's offset %d belongs to an earlier topic of this name; %s", k.log.committed.offset, where)
 	case k.log.committed.offset > k.log.end && k.dedup == DedupByPosition:
 		d.halt = fmt.Errorf("%s/%d ends at offset %d, but the group committed %d, and no position is stored: what was handled is not known%s",
-			k.topic, k.partition, k.log.end, k.log.committed.offset, k.command())
+			k.topic, k.partition, k.log.end, k.log.committed.offset, k.remedy(""))
 		d.why = "halts"
 	case k.log.committed.offset > k.log.end:
 		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
@@ -286,8 +286,6 @@ func (k known) outOf(problem error, halts bool, setting string) decision {
 	}
 	return decision{at: first, next: &first, moved: true, reset: problem, why: "resumes at the earliest remaining record"}
 }
-
-func (k known) command() string { return k.remedy("") }
 
 // remedy describes what an operator can do.
 func (k known) remedy(setting string) string {

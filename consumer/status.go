@@ -192,14 +192,6 @@ func (s *session) noteLane(p *partition, who any, does laneState) {
 	s.noteWork(p)
 }
 
-// notePause records whether an operator paused a partition's topic.
-func (s *session) notePause(p *partition, paused bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	p.paused = paused
-	s.noteWork(p)
-}
-
 // noteWork sets the state of a running partition: the worst state of its lanes, or that its topic
 // is paused. The caller holds the mutex.
 func (s *session) noteWork(p *partition) {

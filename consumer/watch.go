@@ -101,7 +101,7 @@ func (s *session) poll(ctx context.Context) error {
 	}
 	limited, cancel := e.bounded(ctx)
 	defer cancel()
-	rows, err := e.pool.Query(limited, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
+	rows, err := e.pool.Query(limited, e.sql[pollSQL], e.cfg.Group, topics, numbers, consumers, epochs, known)
 	if err != nil {
 		return err
 	}
@@ -131,7 +131,10 @@ func (s *session) poll(ctx context.Context) error {
 				text = "an operator resumed the topic for the group"
 			}
 			p.lane.log(slog.LevelInfo, text)
-			s.notePause(p, paused[i])
+			s.mu.Lock()
+			p.paused = paused[i]
+			s.noteWork(p)
+			s.mu.Unlock()
 		}
 	}
 	return nil
@@ -256,7 +259,7 @@ func (s *session) look(ctx context.Context) error {
 	if len(topics) == 0 {
 		return nil
 	}
-	if _, err := s.engine.pool.Exec(ctx, s.engine.sql.caughtUp, group, topics, numbers, epochs, now, delivered, nothing); err != nil {
+	if _, err := s.engine.pool.Exec(ctx, s.engine.sql[caughtUpSQL], group, topics, numbers, epochs, now, delivered, nothing); err != nil {
 		return fmt.Errorf("store that partitions are at their end: %w", err)
 	}
 	return nil
@@ -346,5 +349,5 @@ func (s *session) haltUnreadable(ctx context.Context, p *partition, problem erro
 	bounded, cancel := s.engine.bounded(ctx)
 	defer cancel()
 	// The error is ignored: the reason is already in the log.
-	_, _ = s.engine.pool.Exec(bounded, s.engine.sql.trouble, s.engine.cfg.Group, key.topic, key.partition, p.pos.epoch, bounds.ErrorText(problem))
+	_, _ = s.engine.pool.Exec(bounded, s.engine.sql[troubleSQL], s.engine.cfg.Group, key.topic, key.partition, p.pos.epoch, bounds.ErrorText(problem))
 }

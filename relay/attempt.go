@@ -207,7 +207,7 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 	}
 	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
 	reason, err := p.topics.judge(topic, message.RecordBytes())
-	if reason == ReasonTooLarge && p.topics.older(topic, limitRetryMin) && p.learn(ctx, []string{topic}) == nil {
+	if reason == ReasonTooLarge && p.topics.older(topic, limitRetry) && p.learn(ctx, []string{topic}) == nil {
 		reason, err = p.topics.judge(topic, message.RecordBytes()) // an old answer must not make a row dead
 	}
 	if err != nil {

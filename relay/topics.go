@@ -51,9 +51,8 @@ const (
 	// topicMaxAge is how long an answer is valid. Topics that rows wait for are requested again at
 	// each poll of dead rows.
 	topicMaxAge = time.Minute
-	// limitRetryMin is the pause before a request for limits that got no answer is repeated; it
-	// doubles up to topicMaxAge.
-	limitRetryMin = time.Second
+	// limitRetry is the pause before a request for limits that got no answer is repeated.
+	limitRetry = 5 * time.Second
 	// partsAskMin bounds how often rows that request a missing partition make the relay ask Kafka
 	// again.
 	partsAskMin = 100 * time.Millisecond

@@ -98,7 +98,7 @@ func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topic
 		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published automatically", name)
 	default:
 		if known, _ := t.get(name); known.reason == "" && !t.isNew(name) {
-			known.fresh = limitRetryMin // the client has its partitions
+			known.fresh = limitRetry // the client has its partitions
 			return known, true
 		}
 		// In outbox_dead the rows keep their order and are published automatically. In the client

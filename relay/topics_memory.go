@@ -28,7 +28,6 @@ type limitMemory struct {
 	// may be that large. Not larger: if that record is accepted, so is a batch of others that is
 	// not larger.
 	widened int32
-	failed  int // consecutive requests without an answer
 }
 
 // writeRetryEvery is how often writing is tried to a topic that brokers refused to write to, although
@@ -57,10 +56,9 @@ func (m *topicMemory) learned(name string, answer record.Limit) (maxBytes int32,
 	switch {
 	case answer.Err == nil:
 		m.touched = m.touched || l.bytes != answer.Bytes
-		l.bytes, l.failed = answer.Bytes, 0
+		l.bytes = answer.Bytes
 	case !answer.Withheld():
-		fresh = min(limitRetryMin<<min(l.failed, 10), topicMaxAge)
-		l.failed++
+		fresh = limitRetry
 	}
 	return l.bytes, fresh
 }

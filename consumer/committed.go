@@ -3,7 +3,6 @@ package consumer
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"regexp"
@@ -41,22 +40,12 @@ func (o commitOrigin) String() string {
 // an offset of this log.
 const commitVersion = "effectonce/1"
 
-// commitMetadata is the inverse of parseCommit.
+// commitMetadata has the form of commitForm.
 func commitMetadata(cluster string, topicID uuid.UUID, offset int64) string {
 	return fmt.Sprintf("%s cluster=%s topic=%s offset=%d", commitVersion, cluster, topicID, offset)
 }
 
 var commitForm = regexp.MustCompile(`^` + commitVersion + ` cluster=(\S*) topic=(\S+) offset=(\d+)$`)
-
-func parseCommit(metadata string) (cluster string, topicID uuid.UUID, offset int64, ok bool) {
-	found := commitForm.FindStringSubmatch(metadata)
-	if found == nil {
-		return "", uuid.Nil, 0, false
-	}
-	topicID, idErr := uuid.Parse(found[2])
-	offset, err := strconv.ParseInt(found[3], 10, 64)
-	return found[1], topicID, offset, errors.Join(idErr, err) == nil
-}
 
 // origin compares a committed offset with the current topic. An offset that is not ours was
 // committed on purpose: brokers remove the offsets of a deleted topic.
@@ -64,10 +53,15 @@ func (c *committedOffset) origin(log *topicLog) commitOrigin {
 	if c == nil || c.offset < 0 {
 		return commitNone
 	}
-	switch cluster, topicID, offset, ok := parseCommit(c.metadata); {
-	case !ok, cluster != log.cluster:
+	said := commitForm.FindStringSubmatch(c.metadata)
+	if said == nil || said[1] != log.cluster {
 		return commitForeign
-	case offset != c.offset:
+	}
+	topicID, err := uuid.Parse(said[2])
+	switch {
+	case err != nil:
+		return commitForeign
+	case said[3] != strconv.FormatInt(c.offset, 10):
 		return commitMoved
 	case topicID != uuid.Nil && log.topicID != uuid.Nil && topicID != log.topicID:
 		return commitStale

@@ -76,8 +76,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	if err != nil {
 		return nil, err
 	}
-	c := &Consumer{
-		engine: engine, kafka: kafka, owner: bounds.Owner(), watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery}
+	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner(), watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery}
 	c.enter(PhaseStopped, nil)
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)

@@ -79,7 +79,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	p.finite = true
 	p.queue.start(math.MinInt64)
 	p.queue.add(records)
-	p.consume()
+	p.consume() //nolint:contextcheck // the lane has its own
 	if !p.ended {
 		return cmp.Or(context.Cause(ctx), errors.Join(errNotDone, refused))
 	}

@@ -138,7 +138,7 @@ func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Mes
 	for _, msg := range msgs {
 		t.turn(msg)
 		q.view.msg = msg
-		if err := h(ctx, q, msg); err != nil && !(errors.Is(err, errTombstone) && t.skipTombstones) {
+		if err := h(ctx, q, msg); err != nil && (!errors.Is(err, errTombstone) || !t.skipTombstones) {
 			return err
 		}
 		if err := t.misuse(); err != nil {

@@ -177,8 +177,8 @@ func (q *queue) behindControl() (int64, time.Time) {
 
 // compare reports whether all records up to the end of the topic have arrived, whether fetching is
 // stuck, that is, nothing arrived since the last call although it could have, and the offset up to
-// which messages arrived; none: no message did.
-func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64, none bool) {
+// which messages arrived.
+func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	q := p.queue
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -188,5 +188,5 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64, none
 	if !missing {
 		p.lookedAt.end = q.seen
 	}
-	return end <= q.seen, stuck, q.delivered, q.delivered == q.begin
+	return end <= q.seen, stuck, q.delivered
 }

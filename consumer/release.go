@@ -110,7 +110,7 @@ func (l *lane) release(ctx context.Context, list []due) error {
 	l.back = map[string]bool{}
 	for _, msg := range msgs {
 		if msg.large {
-			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1})
+			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1}) //nolint:contextcheck // the lane has its own
 			l.back[string(msg.Key)] = true
 		} else if msg.attempts > l.engine.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
@@ -120,7 +120,7 @@ func (l *lane) release(ctx context.Context, list []due) error {
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
 	if !l.process(msgs) { //nolint:contextcheck // the lane has its own
-		l.uncount(msgs)
+		l.uncount(msgs) //nolint:contextcheck // as above
 	}
 	return nil
 }

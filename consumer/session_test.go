@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -33,7 +34,7 @@ func TestWhatHandlersLeaveBehindCostsOnlyTheirMessage(t *testing.T) {
 		parked string
 	}{
 		"idle": {
-			spoil:  func(context.Context, pgx.Tx) error { time.Sleep(900 * time.Millisecond); return nil },
+			spoil:  func(ctx context.Context, _ pgx.Tx) error { pause.For(ctx, 900*time.Millisecond); return nil },
 			config: func(c *consumer.Config) { c.IdleTimeout = 300 * time.Millisecond }, parked: "bad failed parked",
 		},
 		"deferred trigger": {
@@ -159,7 +160,7 @@ func TestHandlersMayAskTheSamePool(t *testing.T) {
 			h.produceEach(p, fmt.Sprint(i))
 		}
 	}
-	var pool *pgxpool.Pool = h.smallPool(nil)
+	pool := h.smallPool(nil)
 	stop := h.runOn(pool, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		var one int
 		if err := pool.QueryRow(ctx, `SELECT 1`).Scan(&one); err != nil {
@@ -322,7 +323,7 @@ func TestBatchesAreBoundedInTime(t *testing.T) {
 	var calls atomic.Int64
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		calls.Add(1)
-		time.Sleep(20 * time.Millisecond)
+		pause.For(ctx, 20*time.Millisecond)
 		return effect(ctx, tx, msg)
 	}), func(c *consumer.Config) { c.BatchTimeMax, c.DrainMax = 400*time.Millisecond, time.Millisecond })
 	h.wait("some batches", func() bool { return calls.Load() >= 100 })

@@ -107,8 +107,8 @@ func TestAddedPartitionsAreConsumed(t *testing.T) {
 
 // Property: a message that grows a thousandfold when it is decompressed is parked by reference, in
 // bounded memory. Row C39 of guarantees.md.
-func TestDecompressionBombIsParked(t *testing.T) {
-	longtest.Only(t, "it measures the heap") // of the process: so not beside other tests
+func TestDecompressionBombIsParked(t *testing.T) { //nolint:paralleltest // it measures the heap of the process
+	longtest.Only(t, "it measures the heap")
 	h := newHarness(t, 1)
 	const size = 48 << 20
 	client := kafkatest.Client(t, kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(64<<20), kgo.BrokerMaxWriteBytes(100<<20))

@@ -240,7 +240,7 @@ func (s *session) look(ctx context.Context) error {
 			a.end = end.Offset
 		}
 		s.mu.Unlock()
-		atEnd, stuck, upTo, none := p.compare(end.Offset)
+		atEnd, stuck, upTo := p.compare(end.Offset)
 		if stuck {
 			s.restart(fmt.Errorf("%s/%d: %w", p.pos.topic, p.pos.partition, errStuck))
 			return nil
@@ -253,7 +253,7 @@ func (s *session) look(ctx context.Context) error {
 		}
 		if atEnd {
 			topics, numbers = append(topics, p.pos.topic), append(numbers, p.pos.partition)
-			epochs, delivered, nothing = append(epochs, p.pos.epoch), append(delivered, upTo), append(nothing, none)
+			epochs, delivered, nothing = append(epochs, p.pos.epoch), append(delivered, upTo), append(nothing, upTo == p.queue.begin)
 		}
 	}
 	if len(topics) == 0 {

@@ -90,7 +90,7 @@ func (v *Tx) Refuse(sql string) error {
 func Verb(sql string) (verb, rest string) {
 	for {
 		sql = strings.TrimLeft(sql, " \t\r\n;(")
-		end := ""
+		var end string
 		switch {
 		case strings.HasPrefix(sql, "--"):
 			end = "\n"

@@ -39,7 +39,9 @@ func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 		if !errors.Is(err, dedup.ErrTaken) {
 			return c, err
 		}
-		if err := e.rollBack(ctx, t); err != nil {
+		limited, cancel := e.bounded(ctx)
+		_, err = t.conn.Exec(limited, "ROLLBACK") // it claimed nothing
+		if cancel(); err != nil {
 			return claimed{}, err
 		}
 		return e.beginAsking(ctx, t, w)
@@ -102,11 +104,3 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 }
 
 func (e *engine) beginSQL() string { return "BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation) }
-
-// rollBack ends a transaction that claimed nothing.
-func (e *engine) rollBack(ctx context.Context, t *tx) error {
-	ctx, cancel := e.bounded(ctx)
-	defer cancel()
-	_, err := t.conn.Exec(ctx, "ROLLBACK")
-	return err
-}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -31,7 +32,7 @@ type lane struct {
 	// idSources are the headers that carry the messages' IDs.
 	idSources []dedup.IDSource
 	breaker   *breaker
-	suspects  int             // messages that the last holder may have been handling when it ended
+	suspects  *atomic.Int64   // messages that the last holder may have been handling when it ended
 	back      map[string]bool // keys whose message was set back during a release
 	troubled  bool            // the position says why it does not continue
 	loads     int             // failed attempts to load the held keys
@@ -215,6 +216,11 @@ func (l *lane) try(msgs []*Message) *failure {
 	if len(msgs) == 1 && msgs[0].first.IsZero() {
 		msgs[0].first = time.Now()
 	}
+	for _, msg := range msgs {
+		if l.suspects.Load() > 0 && msg.row == 0 && msg.park == nil {
+			msg.park = &parking{reason: reasonCrashed, err: errSuspect, attempts: 1, retry: true}
+		}
+	}
 	w := l.work
 	w.msgs = msgs
 	out, f := l.engine.apply(l.ctx, &w)
@@ -225,6 +231,11 @@ func (l *lane) try(msgs []*Message) *failure {
 	l.work.pos.set(w.stored)
 	l.works()
 	l.become(StateRunning, nil)
+	for _, parked := range out.parked {
+		if parked.Reason == reasonCrashed && parked.Retry {
+			l.suspects.Add(-1) // duplicates are none
+		}
+	}
 	for _, msg := range msgs {
 		msg.counted = false
 		if msg.blocks {
@@ -290,7 +301,11 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 		msg.first = time.Now()
 	}
 	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax
-	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: l.retryIn(msg, f)}
+	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: l.engine.backoff(msg.attempts)}
+	var later *retryAfterError
+	if errors.As(f.err, &later) {
+		why.wait = max(why.wait, later.after)
+	}
 	switch {
 	case msg.row != 0 && final && cfg.OnFailure == OnFailureDeadLetter:
 		msg.park = why
@@ -331,16 +346,6 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
 	}
 	return next{}
-}
-
-// retryIn is the pause before the next attempt at a message.
-func (l *lane) retryIn(msg *Message, f *failure) time.Duration {
-	wait := l.engine.backoff(msg.attempts)
-	var later *retryAfterError
-	if errors.As(f.err, &later) {
-		wait = max(wait, later.after)
-	}
-	return wait
 }
 
 // fenced stops the lane: its partition is acquired again. It returns false.

@@ -136,10 +136,6 @@ func (l *lane) messages(records []queued, topicID uuid.UUID) []*Message {
 		m.Headers = headers[begin:len(headers):len(headers)]
 		msgs[i] = m
 		l.engine.identify(m, l.idSources)
-		if l.suspects > 0 && m.park == nil && m.Offset >= l.work.pos.next.Load() {
-			l.suspects--
-			m.park = &parking{reason: reasonCrashed, err: errSuspect, attempts: 1, retry: true}
-		}
 	}
 	return msgs
 }

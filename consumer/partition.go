@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -74,11 +75,11 @@ func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan s
 		engine: c.engine, ctx: ctx, stopping: stopping, does: laneState{state: StateRunning}, size: min(batchBegins, cfg.BatchMax),
 		scope: c.names[pos.topic], alias: cfg.alias(pos.topic), idSources: c.ids[pos.topic].IDRule().Sources(),
 		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), asks: newAsks()},
-		breaker: newBreaker(cfg.ParkShareMax),
+		breaker: newBreaker(cfg.ParkShareMax), suspects: &atomic.Int64{},
 	}
 	if pos.stuck > 0 && cfg.OnFailure != OnFailureBlock {
-		l.suspects = l.size * cfg.Workers
-		l.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", l.suspects)
+		l.suspects.Store(int64(l.size * cfg.Workers))
+		l.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", l.suspects.Load())
 	}
 	return l
 }

@@ -87,7 +87,7 @@ func (l *lane) storeTrouble(text *string) {
 
 // hook calls a callback of the configuration in a separate goroutine: a callback that panics or calls
 // runtime.Goexit must not end the process, and one that does not return costs HandlerTimeout once:
-// until it returns, no hook is called. A stop does not wait for it.
+// until it returns, no hook is called. A stop waits for it for a second.
 func (l *lane) hook(call func()) { l.engine.hook(l.stopping, call) }
 
 func (e *engine) hook(stopping <-chan struct{}, call func()) {
@@ -101,16 +101,21 @@ func (e *engine) hook(stopping <-chan struct{}, call func()) {
 	}()
 	limit := time.NewTimer(e.cfg.HandlerTimeout)
 	defer limit.Stop()
-	select {
-	case <-done:
-		if result != nil {
-			e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
+	for waits := true; waits; {
+		select {
+		case <-done:
+			if result != nil {
+				e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
+			}
+			return
+		case <-stopping:
+			stopping = nil
+			limit.Reset(min(commitGrace, e.cfg.HandlerTimeout))
+		case <-limit.C:
+			waits = false
 		}
-		return
-	case <-stopping:
-	case <-limit.C:
-		e.cfg.Logger.Error("a hook did not return within HandlerTimeout; no hook is called until it does", "group", e.cfg.Group)
 	}
+	e.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", e.cfg.Group)
 	e.hooked.Store(true)
 	e.countAbandoned(done, func() { e.hooked.Store(false) })
 }

@@ -105,7 +105,7 @@ func (w *workers) run(n int) {
 // of a single transaction.
 func (l *lane) worker() *lane {
 	w := &lane{
-		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, breaker: l.breaker, size: l.size,
+		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, breaker: l.breaker, suspects: l.suspects, size: l.size,
 		committed: l.committed, refused: l.refused, noted: l.noted, scope: l.scope, alias: l.alias, does: laneState{state: StateRunning},
 	}
 	w.work.apart, w.work.asks = true, newAsks()

@@ -113,9 +113,16 @@ func (s *Status) readMissing(ctx context.Context, topics map[string][]string, mi
 	}
 }
 
+// parked counts what waits for an operator: not what is tried again by itself, nor what is behind
+// that.
 func (c *ConsumerStatus) parked() (n int64) {
-	for _, count := range c.Parked {
-		n += count
+	for reason, count := range c.Parked {
+		if reason != "retry" && reason != "behind" {
+			n += count
+		}
+	}
+	if n > 0 {
+		n += c.Parked["behind"]
 	}
 	return n
 }

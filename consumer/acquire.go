@@ -131,7 +131,7 @@ func (s *session) again(ctx context.Context, why string, keys ...topicPartition)
 		for _, p := range workers {
 			s.engine.cfg.Logger.InfoContext(ctx, "partition is acquired again", "group", s.engine.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "why", why)
 		}
-		s.stop(ctx, workers, min(s.engine.cfg.DrainMax, againDrainMax))
+		s.stop(context.WithoutCancel(ctx), workers, min(s.engine.cfg.DrainMax, againDrainMax))
 		s.pauseFetching(assigned) // a worker may have resumed it while it ended
 		s.commitMarks(ctx)
 	}
@@ -239,32 +239,25 @@ func (s *session) start(ctx context.Context, key topicPartition, t held, during 
 		logger.ErrorContext(ctx, "continuing at the earliest remaining record", append(where, "error", t.decision.reset, "resume", t.decision.at)...)
 	}
 	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
-		"position", orNone(t.pos.stored()), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
+		"position", t.pos.next.Load(), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
 	s.startWorker(key, t, during) //nolint:contextcheck // the worker outlives the assignment
 	return t.decision.at
-}
-
-// orNone is an offset for a log line.
-func orNone(offset *int64) any {
-	if offset == nil {
-		return "none"
-	}
-	return *offset
 }
 
 // wait pauses a partition that could not be acquired, until the next attempt.
 func (s *session) wait(ctx context.Context, key topicPartition, t held) {
 	s.pauseFetching([]topicPartition{key})
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	a := s.assignments[key]
 	if a == nil {
+		s.mu.Unlock()
 		return
 	}
 	a.become(StateWaiting, t.waits)
 	a.attempt++
 	wait := s.engine.backoff(a.attempt)
 	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
+	s.mu.Unlock()
 	if times, due := a.said.Due("", true); due {
 		s.engine.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition,
 			"error", t.waits, "attempt", times, "retry_in", readable(wait))
@@ -318,9 +311,9 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 // decides which one keeps it, and needs seconds.
 func (s *session) refused(p *partition, f *failure) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	a := s.assignments[p.key()]
 	if a == nil || a.p != p || !a.retryAt.IsZero() {
+		s.mu.Unlock()
 		return
 	}
 	if time.Since(a.refusedAt) > refusalReset {
@@ -331,6 +324,7 @@ func (s *session) refused(p *partition, f *failure) {
 		wait = min(refusalMin<<min(a.refusals, 10), refusalMax)
 	}
 	a.refusals, a.refusedAt, a.retryAt = a.refusals+1, time.Now(), time.Now().Add(wait)
+	s.mu.Unlock()
 	p.lane.log(slog.LevelWarn, "the position is refused: another consumer holds the partition, or the database lost commits; it is acquired again", "error", f.err, "retry_in", wait)
 }
 
@@ -481,6 +475,8 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 		}
 		if d.halt != nil {
 			one["halt"] = bounds.ErrorText(halted(d.halt))
+			one["handled_from"], one["handled_to"], one["rewound_from"] = row.handledFrom, row.handledTo, row.rewoundFrom
+			one["handled_by"], one["handled_rule"] = row.handledBy, row.handledRule
 		}
 		list = append(list, one)
 		if d.reset != nil {

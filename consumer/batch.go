@@ -34,7 +34,7 @@ type engine struct {
 	// slots bounds the connections that transactions use: handlers that ask the same pool for one
 	// must not wait for each other.
 	slots     chan struct{}
-	hooked    atomic.Bool // a hook was called that has not returned
+	hooked    atomic.Int32 // hooks that were called and have not returned
 	warnPlain sync.Once
 	// alone: a handler changed its session, so each message gets a transaction of its own.
 	alone atomic.Bool
@@ -171,7 +171,7 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	batch.Queue(e.beginSQL())
 	batch.Queue(e.sql[guardSQL])
 	var server time.Time
-	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
+	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &t.role) })
 	decide := e.queueClaim(batch, w, &c)
 	if e.expires() && !w.released() {
 		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
@@ -272,7 +272,7 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 	detached := context.WithoutCancel(ctx)
 	t.turn(nil) // the outbox calls user code, which is under the limit of the handler
 	if t.session {
-		batch.Queue("RESET ROLE") // the role that the handler left behind may not write what follows
+		batch.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role) // the role that the handler left behind may not write what follows
 	}
 	for i, c := range t.collected {
 		if err := c.outbox.Queue(detached, batch, c.msgs...); err != nil {
@@ -281,7 +281,10 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 		t.collected[i].upTo = batch.Len()
 	}
 	published := batch.Len()
-	letters := e.queueFailures(detached, batch, w, s)
+	letters, refused := e.queueFailures(detached, batch, w, s)
+	if refused != nil {
+		return refused
+	}
 	batch.Queue(closeGuardSQL)
 	var stored int64
 	e.queuePosition(batch, w, &stored)
@@ -294,14 +297,14 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 	t.since.Store(0)
 	crashpoint.At(ctx, crashpoint.ConsumerCommitting)
 	close(a.committing) // from here on the outcome may be unknown
-	done := 0
+	done, idle := 0, t.idled()
 	err := send(detached, t.conn, batch, &done)
 	if err == nil && tag != "COMMIT" {
 		err = pgx.ErrTxCommitRollback
 	}
 	if err != nil {
 		f := &failure{origin: originEngine, lost: t.conn.IsClosed(), err: fmt.Errorf("commit up to offset %d: %w", w.msgs[len(w.msgs)-1].Offset, err)}
-		e.findOrigin(ctx, t, w, s, f, round{done, published, letters, batch.Len()})
+		e.findOrigin(ctx, t, w, s, f, round{done, published, letters, batch.Len(), idle})
 		return f
 	}
 	t.over.Store(true)
@@ -332,6 +335,7 @@ type round struct {
 	published int // the first ones: what handlers published
 	letters   []letter
 	all       int
+	idle      bool // before it, nothing was sent for IdleTimeout
 }
 
 // findOrigin finds the origin of a failure of the last round trip. It is shared by handlers and
@@ -342,7 +346,7 @@ func (e *engine) findOrigin(ctx context.Context, t *tx, w *work, s *selection, f
 	switch {
 	case endedByHandler(f.err):
 		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, f.err))
-	case code == "" && len(s.handle) > 0 && t.idled() && e.cfg.Dedup == DedupByID:
+	case code == "" && len(s.handle) > 0 && r.idle && e.cfg.Dedup == DedupByID:
 		f.origin, f.lost, f.err = originHandler, false, errors.Join(errIdle, f.err)
 	case code == "", r.done >= r.all-1:
 		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have succeeded
@@ -378,7 +382,9 @@ func (e *engine) closesWithout(ctx context.Context, w *work, s *selection) bool 
 	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
 	batch, stored := &pgx.Batch{}, int64(0)
 	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2])
-	e.queueFailures(ctx, batch, w, s)
+	if _, refused := e.queueFailures(ctx, batch, w, s); refused != nil {
+		return false
+	}
 	e.queuePosition(batch, w, &stored)
 	return tx.SendBatch(ctx, batch).Close() == nil
 }

@@ -163,10 +163,10 @@ func (e *engine) expired(w *work, msg *Message, forgotten time.Time) *parking {
 		return nil
 	}
 	if at, ok := dedup.Time(msg.ID); ok && at.Before(forgotten) {
-		return &parking{reason: reasonExpired, err: expiredError{"ID", at, forgotten}}
+		return &parking{reason: reasonExpired, err: tooOld("ID", at, forgotten)}
 	}
 	if msg.Time.Year() >= timeBegins && msg.Time.Before(forgotten) {
-		return &parking{reason: reasonExpired, err: expiredError{"record", msg.Time, forgotten}}
+		return &parking{reason: reasonExpired, err: tooOld("record", msg.Time, forgotten)}
 	}
 	return nil
 }
@@ -175,13 +175,8 @@ func (e *engine) expired(w *work, msg *Message, forgotten time.Time) *parking {
 // seconds where milliseconds are expected), and proves nothing.
 const timeBegins = 2010
 
-// expiredError reports that a message is older than claims that were forgotten.
-type expiredError struct {
-	what          string
-	at, forgotten time.Time
-}
-
-func (e expiredError) Error() string {
-	return fmt.Sprintf("the message's %s is of %s, and claims of messages before %s were forgotten: it may have been handled before",
-		e.what, e.at.UTC().Format(time.RFC3339), e.forgotten.UTC().Format(time.RFC3339))
+// tooOld reports that a message is older than claims that were forgotten.
+func tooOld(what string, at, forgotten time.Time) error {
+	return fmt.Errorf("the message's %s is of %s, and claims of messages before %s were forgotten: it may have been handled before",
+		what, at.UTC().Format(time.RFC3339), forgotten.UTC().Format(time.RFC3339))
 }

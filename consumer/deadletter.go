@@ -60,8 +60,8 @@ func (p *parkedMessage) keep(err error) *parking {
 }
 
 // queueFailures adds the statements for messages that were not handled. It returns those that become
-// dead letters; if the outbox refuses one, because Kafka would, the message is parked.
-func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter) {
+// dead letters, or the one that the outbox refuses, because Kafka would.
+func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter, f *failure) {
 	rows := w.rows(s.handle)
 	for i := range s.parked {
 		p := &s.parked[i]
@@ -69,8 +69,7 @@ func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s
 			continue
 		}
 		if err := e.outbox.Queue(ctx, batch, e.deadLetter(p.Message, p.why)); err != nil {
-			p.why = p.keep(err)
-			continue
+			return nil, &failure{origin: originHandler, letter: &letter{p, 0}, err: err}
 		}
 		p.letter = true
 		letters, rows = append(letters, letter{p, batch.Len()}), append(rows, p.row)
@@ -79,7 +78,7 @@ func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s
 	if w.released() {
 		batch.Queue(e.sql[unparkSQL], rows) // a trigger promotes the next message of each key: see parked_promote
 	}
-	return letters
+	return letters, nil
 }
 
 func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {

@@ -69,7 +69,7 @@ func Decode[T any, H DecodedHandler[T]](decoder Decoder[T], handle H) Handler {
 
 func decodedBatch[T any](decoder Decoder[T], handle func(ctx context.Context, tx pgx.Tx, msgs []Decoded[T]) error) Handler {
 	return Batch(func(ctx context.Context, tx pgx.Tx, msgs []*Message) error {
-		list := make([]Decoded[T], 0, len(msgs))
+		list, places := make([]Decoded[T], 0, len(msgs)), make([]int, 0, len(msgs))
 		for i, msg := range msgs {
 			body, err := decode(decoder, msg)
 			if v, ok := tx.(*messageTx); ok && v.skipTombstones && errors.Is(err, errTombstone) {
@@ -78,9 +78,14 @@ func decodedBatch[T any](decoder Decoder[T], handle func(ctx context.Context, tx
 			if err != nil {
 				return FailedAt(i, err)
 			}
-			list = append(list, Decoded[T]{msg, body})
+			list, places = append(list, Decoded[T]{msg, body}), append(places, i)
 		}
-		return handle(ctx, tx, list)
+		err := handle(ctx, tx, list)
+		var named *failedAt
+		if errors.As(err, &named) && named.index >= 0 && named.index < len(places) {
+			return FailedAt(places[named.index], named.err)
+		}
+		return err
 	})
 }
 

@@ -225,7 +225,7 @@ func (t *Tracker) Add(offsets ...int64) {
 }
 
 // Done ends one.
-func (t *Tracker) Done(offset int64) { t.w.done(share{}, []*Message{t.msgs[offset]}) }
+func (t *Tracker) Done(offset int64) { t.w.done(share{msgs: []*Message{t.msgs[offset]}}, &postponed{}) }
 
 // Low is up to where everything is done.
 func (t *Tracker) Low() int64 { return t.w.low().behind }
@@ -272,7 +272,7 @@ func (w *Waiting) Full() bool { return w.workers.full(4) }
 // Take takes everything from the workers.
 func (w *Waiting) Take() {
 	for s := w.workers.take(4, 1000); len(s.lines) > 0; s = w.workers.take(4, 1000) {
-		w.workers.done(s, s.msgs)
+		w.workers.done(s, &postponed{})
 	}
 }
 

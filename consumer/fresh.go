@@ -83,7 +83,7 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 	before := []dedup.Step{
 		{SQL: e.beginSQL()},
 		{SQL: e.sql[guardSQL]},
-		{SQL: e.sql[settingsSQL], Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server}},
+		{SQL: e.sql[settingsSQL], Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server, &t.role}},
 	}
 	var after []dedup.Step
 	if e.expires() {

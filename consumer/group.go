@@ -270,9 +270,13 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 		if ctx.Err() != nil && !s.isClosing() {
 			return nil, err
 		}
+		s.mu.Lock()
 		for _, key := range keys {
-			s.note(key, StateWaiting, err)
+			if a := s.assignments[key]; a != nil {
+				a.become(StateWaiting, err)
+			}
 		}
+		s.mu.Unlock()
 		wait := s.engine.backoff(attempt)
 		s.engine.cfg.Logger.WarnContext(ctx, "positions could not be acquired; the partitions wait", "group", s.engine.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)

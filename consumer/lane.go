@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -43,9 +42,8 @@ type lane struct {
 	// again.
 	refused func(f *failure)
 	over    bool // it was
-	// postpone takes messages that wait, of a worker, which continues with others; pause: the
-	// whole partition waits. Nil: the lane itself waits.
-	postpone func(msgs []*Message, wait time.Duration, pause bool)
+	// later is what a worker must postpone of its share; nil: the lane itself waits.
+	later *postponed
 
 	does  laneState
 	noted func(who any, does laneState) // called when does has changed; nil with Deliver
@@ -157,12 +155,18 @@ func (l *lane) finish(msgs []*Message) bool {
 	}
 }
 
-// inOrder leaves out released messages that are behind one that was set back.
+// inOrder leaves out what waits for another message: a released one behind one that was set back, and
+// what a worker must postpone.
 func (l *lane) inOrder(msgs []*Message) []*Message {
-	if len(l.back) == 0 {
+	if len(l.back) == 0 && (l.later == nil || len(l.later.waits) == 0) {
 		return msgs
 	}
-	return slices.DeleteFunc(slices.Clone(msgs), func(msg *Message) bool { return msg.row != 0 && l.back[string(msg.Key)] })
+	return slices.DeleteFunc(slices.Clone(msgs), func(msg *Message) bool {
+		if msg.row != 0 {
+			return msg.Key != nil && l.back[string(msg.Key)]
+		}
+		return l.later != nil && l.later.takes(msg)
+	})
 }
 
 // settle finishes the messages before the failed one, decides about that one, and returns the
@@ -174,19 +178,15 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 	}
 	msgs = msgs[at:]
 	next := l.judge(msgs[0], f, v)
-	own, others := l.split(msgs)
 	switch {
 	case next.back:
 		if l.engine.holdsKeys() && msgs[0].Key != nil {
 			l.back[string(msgs[0].Key)] = true
 		}
 		return msgs[1:], true
-	case next.wait > 0 && l.postpone != nil && msgs[0].row == 0:
-		if next.pause {
-			own, others = msgs, nil
-		}
-		l.postpone(own, next.wait, next.pause)
-		return others, true
+	case next.wait > 0 && l.later != nil && msgs[0].row == 0:
+		l.later.add(msgs[0], next, l.engine.holdsKeys())
+		return msgs[1:], true
 	case next.wait > 0:
 		l.pause(next.wait)
 	}
@@ -199,18 +199,6 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 	return msgs[1:], l.finish(msgs[:1]) // it is tried again alone
 }
 
-// split splits messages into those that must wait for the first one and the others.
-func (l *lane) split(msgs []*Message) (own, others []*Message) {
-	for i, msg := range msgs {
-		if i == 0 || l.engine.holdsKeys() && msg.Key != nil && bytes.Equal(msg.Key, msgs[0].Key) {
-			own = append(own, msg)
-		} else {
-			others = append(others, msg)
-		}
-	}
-	return own, others
-}
-
 // try handles messages once, in one transaction.
 func (l *lane) try(msgs []*Message) *failure {
 	if len(msgs) == 1 && msgs[0].first.IsZero() {
@@ -218,7 +206,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	for _, msg := range msgs {
 		if l.suspects.Load() > 0 && msg.row == 0 && msg.park == nil {
-			msg.park = &parking{reason: reasonCrashed, err: errSuspect, attempts: 1, retry: true}
+			msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
 		}
 	}
 	w := l.work
@@ -328,6 +316,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 		return next{wait: why.wait}
 	case !msg.named:
 		msg.unknowable(f.err)
+		why.retry = false
 	case !l.breaker.allows() && !errors.Is(f.err, errTombstone):
 		msg.attempts-- // it says more about what the handler needs than about the message
 		wait := max(why.wait, cfg.RetryMax)

@@ -59,6 +59,7 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 	}
 	p.queue = newQueue(client, pos.topic, pos.partition, c.engine.cfg.BatchMax)
 	p.lane = c.newLane(ctx, pos, p.stopping)
+	p.lane.noted = func(any, laneState) {}
 	p.lane.committed = func(last *Message, out outcome) {
 		if last.row == 0 && !out.apart {
 			p.marked(last.next())

@@ -4,12 +4,12 @@ import "github.com/effectonce/effectonce/migrations"
 
 // settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze
 // loses its claims in bounded time, and commits are durable. set_config with true is SET LOCAL. The
-// last column identifies the server: after a failover or a restart it is another time.
+// last column but one identifies the server: after a failover or a restart it is another time.
 const settingsSQL = `-- consumer.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
   set_config('idle_in_transaction_session_timeout', $3, true),
   set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true),
-  pg_postmaster_start_time()`
+  pg_postmaster_start_time(), pg_catalog.current_setting('role')`
 
 // advanceSQL raises EO001 if the caller no longer holds the position.
 const advanceSQL = `-- consumer.advance
@@ -210,7 +210,7 @@ FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq
 // first message of each key. It uses the statement's time: an index cannot be searched by
 // clock_timestamp().
 const dueSQL = `-- consumer.due
-SELECT d.seq, d.hash, d.tried FROM (SELECT seq, sha256(key) AS hash, attempts > 0 AND released_at IS NOT NULL AS tried FROM effectonce.parked_messages
+SELECT d.seq, d.hash, d.tried FROM (SELECT seq, sha256(key) AS hash, (attempts > 0 OR reason = 'crashed') AND released_at IS NOT NULL AS tried FROM effectonce.parked_messages
   WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
   ORDER BY retry_at LIMIT $4) d
 WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n

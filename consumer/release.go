@@ -111,7 +111,7 @@ func (l *lane) release(ctx context.Context, list []due) error {
 	for _, msg := range msgs {
 		if msg.large {
 			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1}) //nolint:contextcheck // the lane has its own
-			l.back[string(msg.Key)] = true
+			l.back[string(msg.Key)] = msg.Key != nil && l.engine.holdsKeys()
 		} else if msg.attempts > l.engine.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
 			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts), attempts: msg.attempts}
@@ -181,7 +181,7 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 		msg.Time = *at
 	}
 	if msg.Headers, err = headersOf(headers); err != nil {
-		return nil, fmt.Errorf("parked message %s: %w", msg.ID, err)
+		msg.park = &parking{reason: reasonInvalid, err: fmt.Errorf("its stored headers: %w", err)}
 	}
 	return msg, nil
 }

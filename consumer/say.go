@@ -59,7 +59,7 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 // blocked records, in the log, in the status and in the database, that a message blocks its partition,
 // or its key if workers handle the partition.
 func (l *lane) blocked(msg *Message, state PartitionState, why *parking, text string, wait time.Duration) {
-	if l.postpone != nil {
+	if l.later != nil {
 		msg.blocks = true
 		l.noted(msg, laneState{state, why.err})
 	} else {
@@ -90,9 +90,10 @@ func (l *lane) storeTrouble(text *string) {
 // until it returns, no hook is called. A stop waits for it for a second.
 func (l *lane) hook(call func()) { l.engine.hook(l.stopping, call) }
 
-func (e *engine) hook(stopping <-chan struct{}, call func()) {
-	if e.hooked.Load() {
-		return
+// hook reports whether it was called.
+func (e *engine) hook(stopping <-chan struct{}, call func()) bool {
+	if e.hooked.Load() > 0 {
+		return false
 	}
 	result, done := errGoexit, make(chan struct{})
 	go func() {
@@ -107,7 +108,7 @@ func (e *engine) hook(stopping <-chan struct{}, call func()) {
 			if result != nil {
 				e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
 			}
-			return
+			return true
 		case <-stopping:
 			stopping = nil
 			limit.Reset(min(commitGrace, e.cfg.HandlerTimeout))
@@ -116,8 +117,9 @@ func (e *engine) hook(stopping <-chan struct{}, call func()) {
 		}
 	}
 	e.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", e.cfg.Group)
-	e.hooked.Store(true)
-	e.countAbandoned(done, func() { e.hooked.Store(false) })
+	e.hooked.Add(1)
+	e.countAbandoned(done, func() { e.hooked.Add(-1) })
+	return true
 }
 
 // tell reports what a transaction committed to the hooks. It also logs messages that were parked

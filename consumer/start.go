@@ -301,7 +301,7 @@ func (k known) handled(d decision) handledRange {
 	switch {
 	case d.next == nil:
 		return handledRange{from: d.at}
-	case stored == nil, *d.next > *stored, d.moved && *stored > k.log.end, k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
+	case stored == nil, d.moved && *stored > k.log.end, k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
 		*k.row.handledBy != k.consumer, *k.row.handledRule != k.rule:
 		return handledRange{from: *d.next}
 	}
@@ -315,6 +315,9 @@ func (k known) handled(d decision) handledRange {
 	}
 	if r.to = nil; end > *d.next {
 		r.to = &end
+	}
+	if *d.next > *stored { // a skip: what lies between is not handled
+		r.from, r.rewound = max(r.from, *d.next), nil
 	}
 	if r.from > *d.next {
 		if r.to == nil || r.from >= *r.to {

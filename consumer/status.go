@@ -151,15 +151,6 @@ func (a *assignment) saw(t held) {
 	a.pos, a.topicID, a.reached, a.end = t.pos, t.log.topicID, t.decision.at, t.log.end
 }
 
-// note sets the state of an assigned partition. It changes nothing for one that is not assigned.
-func (s *session) note(key topicPartition, state PartitionState, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if a := s.assignments[key]; a != nil {
-		a.become(state, err)
-	}
-}
-
 // laneState is the state of a lane, and why it does not run or retries a message.
 type laneState struct {
 	state PartitionState
@@ -293,8 +284,13 @@ func (s *session) tellStates() {
 	slices.SortStableFunc(changes, func(a, b StateChange) int {
 		return topicPartition{a.Topic, a.Partition}.compare(topicPartition{b.Topic, b.Partition})
 	})
-	for _, change := range changes {
-		s.engine.hook(nil, func() { hook(change) })
+	for i, change := range changes {
+		if !s.engine.hook(s.life.Done(), func() { hook(change) }) {
+			s.mu.Lock()
+			s.untold = append(s.untold, changes[i:]...)
+			s.mu.Unlock()
+			return
+		}
 	}
 }
 
@@ -393,7 +389,7 @@ func ReadyHandler(c *Consumer) http.Handler {
 		answer.Ready = answer.Phase == PhaseConsuming
 		code := http.StatusOK
 		if !answer.Ready {
-			code, answer.Reason = http.StatusServiceUnavailable, answer.Phase.reason()
+			code, answer.Reason = http.StatusServiceUnavailable, string(answer.Phase)+": see Consumer.Status and the log"
 		}
 		body, err := json.Marshal(answer)
 		if err != nil {
@@ -405,18 +401,4 @@ func ReadyHandler(c *Consumer) http.Handler {
 		w.WriteHeader(code)
 		_, _ = w.Write(append(body, '\n'))
 	})
-}
-
-// reason describes why a phase is not ready.
-func (p Phase) reason() string {
-	switch p {
-	case PhaseStarting:
-		return "starting: the database or Kafka does not answer yet, or is being checked; the log has the error"
-	case PhaseJoining:
-		return "joining: not a member of the group; the log says why if it lasts"
-	case PhaseDraining:
-		return "draining: Run's context ended"
-	default:
-		return "stopped: Run was not called, or returned; its error says why"
-	}
 }

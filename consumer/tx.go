@@ -38,6 +38,7 @@ type tx struct {
 	collected      []collected // outbox messages, in order
 	savepoints     int         // created through Begin
 	marks          []mark      // savepoints that exist
+	role           string      // before a handler changed it
 	session        bool        // a handler changed roles, settings or other state of the session
 	lasting        bool        // and the change would outlast the transaction
 	skipTombstones bool        // Config.OnTombstone
@@ -238,7 +239,9 @@ func (v *messageTx) Statement(sql string) {
 	case "savepoint":
 		t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
 	case "release":
-		t.marks = t.marks[:max(t.marked(rest), 0)]
+		if at := t.marked(rest); at >= 0 {
+			t.marks = t.marks[:at]
+		}
 	case "rollback":
 		if at := t.marked(rest); at >= 0 {
 			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
@@ -253,9 +256,11 @@ func (v *messageTx) Statement(sql string) {
 		kind, _ := handlertx.Verb(rest)
 		t.session = t.session || strings.HasPrefix(kind, "temp")
 	}
-	if strings.Contains(sql, "set_config") {
-		t.session = true
-		t.lasting = t.lasting || !strings.Contains(strings.ReplaceAll(sql, " ", ""), ",true)")
+	if strings.Contains(sql, "_c") || strings.Contains(sql, "_C") {
+		text := strings.ReplaceAll(strings.ToLower(sql), " ", "")
+		n := strings.Count(text, "set_config(")
+		t.session = t.session || n > 0
+		t.lasting = t.lasting || n > strings.Count(text, ",true)")
 	}
 }
 

@@ -42,7 +42,6 @@ type line struct {
 	msgs  []*Message
 	dues  []due // parked messages, which come first
 	taken bool  // a worker has it
-	waits bool  // its first message is postponed
 }
 
 // share is what a worker takes: messages, or one due parked message, and the lines that it holds.
@@ -97,7 +96,7 @@ func (w *workers) run(n int) {
 	w.partition.stop()
 	running.Wait()
 	if w.partition.lane.ctx.Err() == nil {
-		w.partition.ended = w.advance() && finished
+		w.partition.ended = w.advance() && finished && w.partition.pos.next.Load() >= w.low().behind
 	}
 }
 
@@ -316,39 +315,65 @@ func (w *workers) take(n, batch int) (s share) {
 	return s
 }
 
-// postpone puts messages that a worker has back to the front of their lines, which wait; pause: all
-// lines wait.
-func (w *workers) postpone(msgs []*Message, wait time.Duration, pause bool) {
+// postponed is what must wait of a share: messages, the later ones of their keys, or everything.
+type postponed struct {
+	waits map[*Message]time.Duration
+	keys  map[string]bool
+	pause time.Duration
+}
+
+func (p *postponed) add(msg *Message, n next, holdsKeys bool) {
+	p.waits[msg] = n.wait
+	if n.pause {
+		p.pause = n.wait
+	}
+	if holdsKeys && msg.Key != nil {
+		p.keys[string(msg.Key)] = true
+	}
+}
+
+// takes postpones a message that must wait for another one.
+func (p *postponed) takes(msg *Message) bool {
+	_, waits := p.waits[msg]
+	if !waits && (p.pause > 0 || msg.Key != nil && p.keys[string(msg.Key)]) {
+		p.waits[msg], waits = 0, true
+	}
+	return waits
+}
+
+// done ends a share. What is postponed goes back to the front of its lines, which wait.
+func (w *workers) done(s share, later *postponed) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	var lines []*line
-	for _, msg := range slices.Backward(msgs) {
+	for _, from := range s.lines {
+		from.taken = false
+	}
+	waits := map[*line]time.Duration{}
+	for _, msg := range slices.Backward(s.msgs) { // they are in the order of their offsets
+		wait, back := later.waits[msg]
+		if !back {
+			w.open[msg.place-w.base].done = true
+			continue
+		}
 		to := w.lineOf(msg)
-		to.msgs, to.taken, to.waits = slices.Insert(to.msgs, 0, msg), true, true
-		lines = append(lines, to)
+		to.msgs, to.taken, waits[to] = slices.Insert(to.msgs, 0, msg), true, max(waits[to], wait)
 		w.waiting++
 		w.bytes += msg.size()
 	}
-	if pause {
-		w.paused = time.Now().Add(wait)
+	for _, from := range s.lines {
+		w.offer(from)
 	}
-	time.AfterFunc(wait, func() {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		for _, from := range lines {
-			from.waits, from.taken = false, false
-			w.offer(from)
-		}
-		signal(w.wake)
-	})
-}
-
-// done ends a share, of which some messages are done.
-func (w *workers) done(s share, msgs []*Message) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, msg := range msgs {
-		w.open[msg.place-w.base].done = true
+	for to, wait := range waits {
+		time.AfterFunc(wait, func() {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			to.taken = false
+			w.offer(to)
+			signal(w.wake)
+		})
+	}
+	if later.pause > 0 {
+		w.paused = time.Now().Add(later.pause)
 	}
 	n := 0
 	for ; n < len(w.open) && w.open[n].done; n++ {
@@ -361,12 +386,6 @@ func (w *workers) done(s share, msgs []*Message) {
 	if s.due.seq != 0 {
 		w.retrying--
 		delete(w.releasing, s.due.seq)
-	}
-	for _, from := range s.lines {
-		if !from.waits {
-			from.taken = false
-			w.offer(from)
-		}
 	}
 	signal(w.wake)
 	signal(w.room)
@@ -396,19 +415,13 @@ func (w *workers) work(l *lane) {
 			}
 			continue
 		}
-		postponed := map[*Message]bool{}
-		l.postpone = func(msgs []*Message, wait time.Duration, pause bool) {
-			for _, msg := range msgs {
-				postponed[msg] = true
-			}
-			w.postpone(msgs, wait, pause)
-		}
+		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}}
 		if next.due.seq != 0 {
 			w.retry(l, next.due)
 		} else if !l.process(next.msgs) {
 			return
 		}
-		w.done(next, slices.DeleteFunc(next.msgs, func(msg *Message) bool { return postponed[msg] }))
+		w.done(next, l.later)
 	}
 }
 

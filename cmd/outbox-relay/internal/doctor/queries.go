@@ -119,12 +119,12 @@ WHERE b.seconds > $1::float8
 ORDER BY b.name, b.seconds DESC`
 
 // parkedSQL counts at most $1 rows. The first parked row of a key holds the key: it is behind no
-// other row. Rows that the consumer tries again by itself count as "retry".
+// other row. Rows that a consumer tries again by itself count as "retry" for two hours.
 const parkedSQL = `-- doctor.parked
 SELECT c.name, p.reason, count(*),
   pg_catalog.count(DISTINCT (p.topic, p.partition, sha256(p.key))) FILTER (WHERE p.state <> 'behind' AND p.key IS NOT NULL),
   extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(p.parked_at), '2200-01-01'), '1970-01-01'))::float8
-FROM (SELECT consumer, topic, partition, key, CASE WHEN state = 'retry' THEN 'retry' ELSE reason END AS reason, state, parked_at FROM effectonce.parked_messages LIMIT $1) p
+FROM (SELECT consumer, topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at FROM effectonce.parked_messages LIMIT $1) p
 JOIN effectonce.consumers c ON c.id = p.consumer
 GROUP BY c.name, p.reason`
 

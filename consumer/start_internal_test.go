@@ -123,6 +123,7 @@ func startRows() []startRow {
 		// Orders.
 		{name: "order back", in: with(ordered(30), ours(60)), at: 30, next: 30, from: 20, to: 60, moved: true, why: "operator"},
 		{name: "order forward", in: with(ordered(90), ours(60)), at: 90, next: 90, from: 90, moved: true, why: "operator"},
+		{name: "order forward inside what a rewind repeats", in: with(ordered(90), func(k *known) { k.row.handledTo = pointer(int64(95)) }), at: 90, next: 90, from: 90, to: 95, moved: true, why: "operator"},
 		{name: "order to the start", in: ordered(resumeAtStart), at: 10, next: 10, from: 20, to: 60, moved: true, why: "operator"},
 		{name: "order to the end", in: with(beyond, byPos, ordered(resumeAtEnd)), at: 50, next: 50, from: 50, moved: true, why: "operator"},
 		{name: "order beyond the end", in: ordered(1000), at: 100, next: 100, from: 100, moved: true, why: "operator"},

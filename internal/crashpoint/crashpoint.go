@@ -22,7 +22,6 @@ const (
 	ConsumerCommitting = "consumer.before_commit" // position and COMMIT are about to be sent
 	ConsumerCommitted  = "consumer.committed"     // the effect is durable, Kafka's offset is not
 	ConsumerMarked     = "consumer.marked"        // the offset is marked, perhaps not committed
-	ConsumerAttempted  = "consumer.attempted"     // an attempt at a single message is counted, not begun
 	ConsumerReleasing  = "consumer.releasing"     // parked messages are about to be tried again
 	KeyClaimed         = "key.claimed"            // the key is claimed: in the open transaction, or durably for a flow
 	KeyWorked          = "key.worked"             // the work's effects are in the open transaction

@@ -54,10 +54,11 @@ func (parkedOnce) middleware() consumer.Middleware {
 // behind it.
 const retriesMax = 10
 
-// retry retries parked messages, as an operator does, until none is parked.
+// retry retries parked messages, as an operator does hours later (then the IDs of what they publish
+// have the time of the release), until none is parked.
 func retry(ctx context.Context, pool *pgxpool.Pool, c *consumer.Consumer, records []*kgo.Record) error {
 	for range retriesMax {
-		if _, err := pool.Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry' WHERE state = 'parked'`); err != nil {
+		if _, err := pool.Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry', released_at = clock_timestamp() WHERE state = 'parked'`); err != nil {
 			return fmt.Errorf("retry parked messages: %w", err)
 		}
 		if _, err := c.Deliver(ctx, records...); err != nil {

@@ -17,9 +17,9 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// takeOverMax bounds one attempt to acquire partitions, so that a request that hangs is abandoned
+// acquisitionMax bounds one attempt to acquire partitions, so that a request that hangs is abandoned
 // and logged.
-const takeOverMax = 15 * time.Second
+const acquisitionMax = 15 * time.Second
 
 // position is a partition's position as its present holder knows it. It exists once.
 type position struct {
@@ -188,7 +188,7 @@ func (s *session) pauseFetching(keys []topicPartition) {
 // acquire decides where partitions begin and stores that under a new epoch. It returns an error only
 // if the database or all brokers fail. If one partition gets no answer, its waits is the reason.
 func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
-	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
 	answer, err := s.ask(ctx, keys)
 	if err != nil {

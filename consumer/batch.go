@@ -161,7 +161,7 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 
 var errSession = errors.New("a handler changed the session (role, setting, temporary table): its messages are handled in transactions of their own")
 
-var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was taken over")
+var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was acquired")
 
 // beginAsking begins a transaction and claims message by message, which finds the duplicates.
 func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, err error) {

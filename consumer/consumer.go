@@ -185,7 +185,7 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 	if created, _ := client.OptValue(kgo.AllowAutoTopicCreation).(bool); created {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
 	var missing []string
 	for look := 0; look < missingLooks; look++ {
@@ -209,7 +209,7 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 
 // prepare checks the database and registers the consumer's names.
 func (c *Consumer) prepare(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
 	c.engine.unclaimed = nodedup.In(ctx)
 	if err := migrations.Check(ctx, c.engine.pool, migrations.Options{Schema: c.engine.cfg.Schema}); err != nil {

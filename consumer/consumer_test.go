@@ -210,6 +210,23 @@ func TestAbortedRecordsAreNotSeen(t *testing.T) {
 	require.Equal(t, []string{"1"}, h.values())
 }
 
+// Property: a partition whose end an open transaction of another program holds back is not caught up.
+func TestBlindPartitionIsNotCaughtUp(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	client := kafkatest.Client(t, kgo.TransactionalID(h.topic))
+	require.NoError(t, client.BeginTransaction())
+	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte("open")}).FirstErr())
+	h.tune = func(c *consumer.Consumer) { consumer.LookEvery(c, time.Millisecond) }
+	stop := h.run(consumer.Each(effect), nil)
+	h.wait("said", func() bool { return h.logged("holds back records of the partition") > 1 })
+	const caughtUp = `SELECT count(*) FROM effectonce.consumer_positions WHERE caught_up_at IS NOT NULL`
+	require.Zero(t, h.number(caughtUp))
+	require.NoError(t, client.EndTransaction(t.Context(), kgo.TryAbort))
+	h.wait("caught up", func() bool { return h.number(caughtUp) == 1 })
+	require.NoError(t, stop())
+}
+
 // Property: producers whose clocks are wrong by hours or decades, in the ID and in the record's
 // timestamp, double nothing and lose nothing: each message has its effect once, and its duplicate
 // is recognised. Row C45 of guarantees.md.

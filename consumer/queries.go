@@ -45,7 +45,7 @@ ORDER BY t.topic, t.partition
 ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 
 // lockSQL reads positions and locks them, so that their holders cannot advance them until the
-// takeover is stored.
+// acquisition is stored.
 const lockSQL = `-- consumer.lock
 SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_to, p.rewound_from, p.handled_by, p.handled_rule,
   p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time(),
@@ -55,7 +55,7 @@ WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.par
 ORDER BY p.topic, p.partition
 FOR UPDATE`
 
-// holdSQL takes partitions over: it begins a new epoch for each, so that earlier holders cannot
+// holdSQL acquires partitions: it begins a new epoch for each, so that earlier holders cannot
 // advance them. It matches the epoch on which the decision was based.
 const holdSQL = `-- consumer.hold
 UPDATE effectonce.consumer_positions p SET
@@ -113,7 +113,7 @@ WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition 
 
 // pollSQL checks all partitions of a session at once: it lists those that need action. $6 is the
 // position that the holder knows. An epoch below the holder's means that a failover lost the
-// takeover, and with it everything that the holder handled since.
+// acquisition, and with it everything that the holder handled since.
 const pollSQL = `-- consumer.poll
 SELECT t.n - 1,
   coalesce(p.epoch IS NULL OR p.epoch < t.epoch OR p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL), false),
@@ -151,7 +151,7 @@ ORDER BY m.n
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
 
 // headsSQL lists the keys of the first parked messages, from the index of heads alone. It runs when
-// a partition is taken over.
+// a partition is acquired.
 const headsSQL = `-- consumer.heads
 SELECT DISTINCT sha256(key) FROM effectonce.parked_messages
 WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state <> 'behind' AND key IS NOT NULL`

@@ -20,7 +20,7 @@ import (
 // default StatementTimeout.
 const loadDoubledMax = 7
 
-// loadHeld reads, after a takeover, which keys are held: no earlier holder can commit any more. It
+// loadHeld reads, after an acquisition, which keys are held: no earlier holder can commit any more. It
 // reads all parked messages of the partition, which may be millions: after each failed try the next
 // one gets twice the time.
 func (l *lane) loadHeld(ctx context.Context) error {

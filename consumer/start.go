@@ -8,7 +8,7 @@ import (
 	"github.com/google/uuid"
 )
 
-// storedPosition is a row of consumer_positions before a takeover.
+// storedPosition is a row of consumer_positions before an acquisition.
 type storedPosition struct {
 	topicID     uuid.UUID // zero: unknown
 	next        *int64    // nil: nothing handled yet
@@ -227,7 +227,7 @@ func (k known) begin() decision {
 	return d
 }
 
-// beganBefore reports whether, by its row, the partition was taken over and began before an offset.
+// beganBefore reports whether, by its row, the partition was acquired and began before an offset.
 func (k known) beganBefore(offset int64) bool {
 	return !k.recreated() && k.row.held && k.row.handledFrom != nil && *k.row.handledFrom < offset
 }

@@ -3,6 +3,7 @@ package consumer_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -290,8 +291,10 @@ func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
 func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.BatchMax = consumer.DedupByPosition, 7 })
-	const rounds, each = 12, 50
+	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), func(c *consumer.Config) {
+		c.Dedup, c.BatchMax, c.Logger = consumer.DedupByPosition, 7, slog.New(slog.NewTextHandler(slowLog{h.log}, nil))
+	})
+	const rounds, each = 12, 400
 	producer := kafkatest.Client(t)
 	var want []string
 	for round := range rounds {
@@ -305,6 +308,14 @@ func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
 	h.waitEffects(rounds * each)
 	require.NoError(t, stop())
 	require.Equal(t, want, h.values())
+}
+
+// slowLog takes its time for a line.
+type slowLog struct{ *logLines }
+
+func (l slowLog) Write(p []byte) (int, error) {
+	time.Sleep(30 * time.Millisecond) //nolint:forbidigo // it is what makes the log slow
+	return l.logLines.Write(p)
 }
 
 // polledHook runs a function in the poll that returns a record, before it returns.

@@ -199,7 +199,7 @@ var errStuck = errors.New("records exist in the topic but do not arrive: rejoini
 // records may be older than claims that would be removed. look also detects a stuck client, and logs
 // halted partitions again.
 func (s *session) look(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
 	logger, group := s.engine.cfg.Logger, s.engine.cfg.Group
 	s.mu.Lock()

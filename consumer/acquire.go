@@ -129,9 +129,9 @@ func (s *session) again(ctx context.Context, why string, keys ...topicPartition)
 	s.pauseFetching(assigned)
 	if len(workers) > 0 {
 		for _, p := range workers {
-			s.engine.cfg.Logger.InfoContext(ctx, "partition is acquired again", "group", s.engine.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "why", why)
+			s.consumer.cfg.Logger.InfoContext(ctx, "partition is acquired again", "group", s.consumer.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "why", why)
 		}
-		s.stop(context.WithoutCancel(ctx), workers, min(s.engine.cfg.DrainMax, againDrainMax))
+		s.stop(context.WithoutCancel(ctx), workers, min(s.consumer.cfg.DrainMax, againDrainMax))
 		s.pauseFetching(assigned) // a worker may have resumed it while it ended
 		s.commitMarks(ctx)
 	}
@@ -208,7 +208,7 @@ func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topic
 	if len(holds) == 0 {
 		return taken, nil
 	}
-	list, err := s.consumer.hold(ctx, holds, answer.contacts(s.engine.cfg.Start))
+	list, err := s.consumer.hold(ctx, holds, answer.contacts(s.consumer.cfg.Start))
 	if err != nil {
 		return nil, err
 	}
@@ -224,7 +224,7 @@ func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topic
 // returns the offset at which the client must fetch. during is the poll that may still return
 // records that were fetched before.
 func (s *session) start(ctx context.Context, key topicPartition, t held, during uint64) int64 {
-	logger, where := s.engine.cfg.Logger, []any{"group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition}
+	logger, where := s.consumer.cfg.Logger, []any{"group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition}
 	switch {
 	case t.waits != nil:
 		s.wait(ctx, key, t)
@@ -255,11 +255,11 @@ func (s *session) wait(ctx context.Context, key topicPartition, t held) {
 	}
 	a.become(StateWaiting, t.waits)
 	a.attempt++
-	wait := s.engine.backoff(a.attempt)
+	wait := s.consumer.backoff(a.attempt)
 	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
 	s.mu.Unlock()
 	if times, due := a.said.Due("", true); due {
-		s.engine.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition,
+		s.consumer.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition,
 			"error", t.waits, "attempt", times, "retry_in", readable(wait))
 	}
 }
@@ -291,8 +291,8 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID)
 	p.during, p.paused = during, t.paused
 	p.marked = func(next int64) { s.mark(p, next) }
-	p.lane.refused = func(f *failure) { s.refused(p, f) }
-	p.lane.noted = func(who any, does laneState) { s.noteLane(p, who, does) }
+	p.refused = func(f *failure) { s.refused(p, f) }
+	p.noted = func(who any, does laneState) { s.noteLane(p, who, does) }
 	p.queue.start(t.decision.at)
 	p.queue.halt(t.paused)
 	a.p = p
@@ -302,7 +302,7 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 		a.mark = t.decision.at
 	}
 	s.client.ResumeFetchPartitions(map[string][]int32{key.topic: {key.partition}})
-	go p.handleUntilStopped(s.restart)
+	go p.run()
 }
 
 // refused is called by a partition whose position was refused, or whose COMMIT is unknown where only
@@ -319,7 +319,7 @@ func (s *session) refused(p *partition, f *failure) {
 	if time.Since(a.refusedAt) > refusalReset {
 		a.refusals = 0
 	}
-	wait := s.engine.backoff(a.refusals + 1)
+	wait := s.consumer.backoff(a.refusals + 1)
 	if isFenced(nil, f) && !errors.Is(f.err, errServerChanged) {
 		wait = min(refusalMin<<min(a.refusals, 10), refusalMax)
 	}
@@ -339,7 +339,7 @@ const (
 func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) ([]held, error) {
 	taken := make([]held, len(holds))
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
-	err := pgx.BeginTxFunc(ctx, c.engine.pool, options, func(tx pgx.Tx) error {
+	err := pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
 		rows, met, err := c.lockPositions(ctx, tx, holds, contacts)
 		if err != nil {
 			return err
@@ -372,7 +372,7 @@ func (h hold) ahead(row storedPosition) bool {
 }
 
 func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held {
-	cfg, rule := c.engine.cfg, c.idRule(h.topic)
+	cfg, rule := c.cfg, c.idRule(h.topic)
 	if row.handledRule != nil {
 		// Two texts may describe rules that give every message the same ID.
 		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.ids[h.topic].IDRule()) {
@@ -406,14 +406,14 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 	for i, h := range holds {
 		topics[i], numbers[i] = h.topic, h.partition
 	}
-	group := c.engine.cfg.Group
+	group := c.cfg.Group
 	rows, met := map[topicPartition]storedPosition{}, map[string]int32{}
 	batch := &pgx.Batch{}
-	batch.Queue(c.engine.sql[settingsSQL], c.engine.timeout[0], c.engine.timeout[1], c.engine.timeout[2])
+	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2])
 	if len(contacts) > 0 {
-		batch.Queue(c.engine.sql[contactSQL], contactArguments(group, contacts)...)
+		batch.Queue(c.sql[contactSQL], contactArguments(group, contacts)...)
 	}
-	batch.Queue(c.engine.sql[metSQL], group, topics).Query(func(found pgx.Rows) error {
+	batch.Queue(c.sql[metSQL], group, topics).Query(func(found pgx.Rows) error {
 		var topic string
 		var partitions int32
 		_, err := pgx.ForEachRow(found, []any{&topic, &partitions}, func() error {
@@ -422,8 +422,8 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 		})
 		return err
 	})
-	batch.Queue(c.engine.sql[rowsSQL], group, topics, numbers)
-	batch.Queue(c.engine.sql[lockSQL], group, topics, numbers).Query(func(found pgx.Rows) error {
+	batch.Queue(c.sql[rowsSQL], group, topics, numbers)
+	batch.Queue(c.sql[lockSQL], group, topics, numbers).Query(func(found pgx.Rows) error {
 		for found.Next() {
 			var key topicPartition
 			var row storedPosition
@@ -480,10 +480,10 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 		}
 		list = append(list, one)
 		if d.reset != nil {
-			batch.Queue(c.engine.sql[resetSQL], c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
+			batch.Queue(c.sql[resetSQL], c.owner, bounds.ErrorText(d.reset), c.cfg.Group, h.topic, h.partition, *d.next)
 		}
 	}
-	batch.Queue(c.engine.sql[holdSQL], c.engine.cfg.Group, c.owner, list)
+	batch.Queue(c.sql[holdSQL], c.cfg.Group, c.owner, list)
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return fmt.Errorf("store where partitions begin: %w", err)
 	}
@@ -503,7 +503,7 @@ func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
-	if _, err := c.engine.pool.Exec(ctx, c.engine.sql[givenUpSQL], c.engine.cfg.Group, topics, numbers, epochs); err != nil {
+	if _, err := c.pool.Exec(ctx, c.sql[givenUpSQL], c.cfg.Group, topics, numbers, epochs); err != nil {
 		return fmt.Errorf("release positions: %w", err)
 	}
 	return nil

@@ -86,7 +86,7 @@ const (
 
 // answerMax bounds a round trip of the engine. The server bounds each statement, but its answer may
 // be lost on a silent connection.
-func (e *engine) answerMax() time.Duration { return e.cfg.StatementTimeout + answerGrace }
+func (c *Consumer) answerMax() time.Duration { return c.cfg.StatementTimeout + answerGrace }
 
 var (
 	// errGoexit reports a handler that ended its goroutine, as t.FailNow does.
@@ -102,24 +102,24 @@ var errPool = errors.New("no connection of the pool is free")
 
 // acquire takes a connection from the pool, within acquireMax. Transactions use all connections but
 // one, which is left to handlers that ask the same pool, and to the consumer's other statements.
-func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
+func (c *Consumer) acquire(ctx context.Context) (*borrowed, error) {
 	limited, cancel := context.WithTimeout(ctx, acquireMax)
 	defer cancel()
 	select {
-	case e.slots <- struct{}{}:
+	case c.slots <- struct{}{}:
 	case <-limited.Done():
-		return nil, fmt.Errorf("%w: this consumer's transactions use %d", errPool, cap(e.slots))
+		return nil, fmt.Errorf("%w: this consumer's transactions use %d", errPool, cap(c.slots))
 	}
-	conn, err := e.pool.Acquire(limited)
+	conn, err := c.pool.Acquire(limited)
 	if err != nil {
-		<-e.slots
-		stat := e.pool.Stat()
+		<-c.slots
+		stat := c.pool.Stat()
 		if stat.AcquiredConns() == stat.MaxConns() {
 			err = errors.Join(errPool, err)
 		}
 		return nil, fmt.Errorf("get a database connection (%d of %d are in use): %w", stat.AcquiredConns(), stat.MaxConns(), err)
 	}
-	return &borrowed{pooled: conn, conn: conn.Conn(), slots: e.slots}, nil
+	return &borrowed{pooled: conn, conn: conn.Conn(), slots: c.slots}, nil
 }
 
 // apply does work in one transaction. After a failure nothing is committed, unless the connection
@@ -128,11 +128,11 @@ func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
 //
 // When ctx ends, apply waits for the rollback. The wait is bounded for a COMMIT without an answer
 // and for a handler that does not return. These are abandoned with their connection.
-func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
-	if int(e.abandoned.Load()) >= e.cfg.AbandonedMax {
+func (c *Consumer) apply(ctx context.Context, w *work) (outcome, *failure) {
+	if int(c.abandoned.Load()) >= c.cfg.AbandonedMax {
 		return outcome{}, engineFailure(errManyAbandoned)
 	}
-	conn, err := e.acquire(ctx)
+	conn, err := c.acquire(ctx)
 	if err != nil {
 		return outcome{}, engineFailure(err)
 	}
@@ -140,7 +140,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 	a := &attempt{
 		conn: conn,
 		tx: &tx{
-			conn: conn.conn, late: e.usedLate, begun: time.Now(), idleMax: e.cfg.IdleTimeout, skipTombstones: e.cfg.OnTombstone == OnTombstoneSkip,
+			conn: conn.conn, late: c.usedLate, begun: time.Now(), idleMax: c.cfg.IdleTimeout, skipTombstones: c.cfg.OnTombstone == OnTombstoneSkip,
 		},
 		committing: make(chan struct{}), done: make(chan struct{}),
 	}
@@ -154,7 +154,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 			}
 		}()
 		err := guard(func() error {
-			a.outcome, a.failure = e.transact(limited, w, a)
+			a.outcome, a.failure = c.transact(limited, w, a)
 			return nil
 		})
 		if err != nil { // misuse of the connection by a handler may surface anywhere
@@ -162,7 +162,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 		}
 	}()
 	defer cancel(nil)
-	return e.watch(ctx, cancel, a)
+	return c.watch(ctx, cancel, a)
 }
 
 // ended is the failure of an attempt whose goroutine ended without an outcome. Once COMMIT may have
@@ -182,24 +182,24 @@ func (a *attempt) blameCurrent(err error) *failure {
 }
 
 // watch waits for an attempt to end.
-func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *attempt) (outcome, *failure) {
-	limit := time.NewTimer(e.cfg.HandlerTimeout)
+func (c *Consumer) watch(ctx context.Context, cancel context.CancelCauseFunc, a *attempt) (outcome, *failure) {
+	limit := time.NewTimer(c.cfg.HandlerTimeout)
 	defer limit.Stop()
 	for {
 		select {
 		case <-a.done:
 			return a.outcome, a.failure
 		case <-a.committing:
-			return e.awaitCommit(ctx, a)
+			return c.awaitCommit(ctx, a)
 		case <-ctx.Done():
-			return e.end(ctx, a)
+			return c.end(ctx, a)
 		case <-limit.C:
-			if left := a.tx.left(e.cfg.HandlerTimeout); left > 0 {
+			if left := a.tx.left(c.cfg.HandlerTimeout); left > 0 {
 				limit.Reset(left)
 				continue
 			}
 			cancel(errHandlerTimeout)
-			return e.end(ctx, a)
+			return c.end(ctx, a)
 		}
 	}
 }
@@ -209,8 +209,8 @@ func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *a
 // synchronous standby visible without being replicated. Its claims keep a second attempt waiting
 // until the server has decided the outcome. It does not count against AbandonedMax: no handler
 // runs, and a network that drops every COMMIT must not stop later attempts.
-func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure) {
-	answer := time.NewTimer(2 * e.answerMax()) // the inserts before COMMIT, and COMMIT
+func (c *Consumer) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure) {
+	answer := time.NewTimer(2 * c.answerMax()) // the inserts before COMMIT, and COMMIT
 	defer answer.Stop()
 	stop := ctx.Done()
 	for {
@@ -229,19 +229,19 @@ func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure
 }
 
 // leaveBehind abandons a handler that does not return. The pool replaces its connection.
-func (e *engine) leaveBehind(a *attempt) {
+func (c *Consumer) leaveBehind(a *attempt) {
 	a.tx.leave()
 	if a.conn.abandon() { // otherwise it has ended
-		e.countAbandoned(a.done, func() {})
+		c.countAbandoned(a.done, func() {})
 	}
 }
 
 // countAbandoned counts abandoned user code until it returns.
-func (e *engine) countAbandoned(done <-chan struct{}, returned func()) {
-	e.abandoned.Add(1)
+func (c *Consumer) countAbandoned(done <-chan struct{}, returned func()) {
+	c.abandoned.Add(1)
 	go func() {
 		<-done
-		e.abandoned.Add(-1)
+		c.abandoned.Add(-1)
 		returned()
 	}()
 }
@@ -256,7 +256,7 @@ func (t *tx) left(limit time.Duration) time.Duration {
 }
 
 // end ends an attempt whose context is over.
-func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
+func (c *Consumer) end(ctx context.Context, a *attempt) (outcome, *failure) {
 	grace := time.NewTimer(cutGrace)
 	defer grace.Stop()
 	for _, cut := range []bool{true, false} {
@@ -264,7 +264,7 @@ func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
 		case <-a.done:
 			return a.outcome, a.failure
 		case <-a.committing:
-			return e.awaitCommit(ctx, a)
+			return c.awaitCommit(ctx, a)
 		case <-grace.C:
 		}
 		if cut {
@@ -273,15 +273,15 @@ func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
 			grace.Reset(cutGrace)
 		}
 	}
-	e.leaveBehind(a)
+	c.leaveBehind(a)
 	return outcome{}, a.blameCurrent(errContextIgnored)
 }
 
 // usedLate logs a handler that kept its transaction.
-func (e *engine) usedLate(msg *Message) {
-	attrs := []any{"group", e.cfg.Group}
+func (c *Consumer) usedLate(msg *Message) {
+	attrs := []any{"group", c.cfg.Group}
 	if msg != nil {
 		attrs = append(attrs, "topic", msg.Topic, "partition", msg.Partition, "offset", msg.Offset, "id", msg.ID)
 	}
-	e.cfg.Logger.Error("handler used its transaction after it returned; the statement was refused: do not keep the transaction, and wait for goroutines that use it", attrs...)
+	c.cfg.Logger.Error("handler used its transaction after it returned; the statement was refused: do not keep the transaction, and wait for goroutines that use it", attrs...)
 }

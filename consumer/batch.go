@@ -5,61 +5,19 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgerr"
-	"github.com/effectonce/effectonce/outbox"
 )
 
-// engine runs transactions. It does not use a Kafka client.
-type engine struct {
-	pool    *pgxpool.Pool
-	cfg     Config
-	claims  *dedup.Claims
-	outbox  *outbox.Outbox // for dead letters
-	handler Handler
-	sql     map[string]string // by the constant that is the statement for the standard schema
-	timeout [3]string         // settings, in milliseconds
-	// unclaimed handles every message without a claim: see internal/nodedup.
-	unclaimed bool
-	abandoned atomic.Int32 // abandoned attempts, and hooks, that still run
-	// slots bounds the connections that transactions use: handlers that ask the same pool for one
-	// must not wait for each other.
-	slots     chan struct{}
-	hooked    atomic.Int32 // hooks that were called and have not returned
-	warnPlain sync.Once
-	// alone: a handler changed its session, so each message gets a transaction of its own.
-	alone atomic.Bool
-}
-
-func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error) {
-	claims, err := dedup.New(dedup.Config{Schema: cfg.Schema})
-	if err != nil {
-		return nil, err
-	}
-	letters, err := outbox.New(outbox.Config{Schema: cfg.Schema})
-	if err != nil {
-		return nil, err
-	}
-	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
-	return &engine{
-		pool: pool, cfg: cfg, claims: claims, outbox: letters, handler: handler, sql: newQueries(cfg.Schema),
-		slots:   make(chan struct{}, max(1, int(pool.Config().MaxConns)-1)),
-		timeout: [3]string{milliseconds(cfg.StatementTimeout), milliseconds(cfg.LockTimeout), milliseconds(cfg.IdleTimeout)},
-	}, nil
-}
-
 // bounded limits a round trip of the engine outside of a transaction's own limits.
-func (e *engine) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(ctx, e.answerMax())
+func (c *Consumer) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, c.answerMax())
 }
 
 // work is the input of one transaction: messages of one partition, in order, either all from Kafka
@@ -84,8 +42,7 @@ func (w *work) released() bool { return w.msgs[0].row != 0 }
 // outcome is what a transaction committed.
 type outcome struct {
 	fresh, duplicates     int
-	conflicts             int  // dropped
-	apart                 bool // the position was not advanced
+	conflicts             int // dropped
 	parked                []Parked
 	claim, handle, commit time.Duration
 	unheld                [][]byte // keys that are no longer held
@@ -93,31 +50,31 @@ type outcome struct {
 
 // transact does the work of a transaction, up to and including its COMMIT. After a failure nothing
 // is committed, unless the connection was lost during COMMIT: see apply.
-func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *failure) {
+func (c *Consumer) transact(ctx context.Context, w *work, a *attempt) (outcome, *failure) {
 	t := a.tx
 	defer t.end(ctx)
 	for _, msg := range w.msgs {
 		msg.published = 0
 	}
-	if f := e.askIDs(ctx, t, w.msgs); f != nil {
+	if f := c.askIDs(ctx, t, w.msgs); f != nil {
 		return outcome{}, f
 	}
 	begun := time.Now()
-	claimed, err := e.begin(ctx, t, w)
+	claimed, err := c.begin(ctx, t, w)
 	if err == nil {
-		err = e.compare(ctx, t, w, &claimed)
+		err = c.compare(ctx, t, w, &claimed)
 	}
 	if err != nil {
 		return outcome{}, &failure{origin: originEngine, lost: t.conn.IsClosed(), err: err}
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerClaimed)
-	s, out := e.choose(w, claimed), outcome{claim: time.Since(begun)}
+	s, out := c.choose(w, claimed), outcome{claim: time.Since(begun)}
 	if len(s.handle) > 0 {
-		err := e.handler.handle(ctx, t, s.handle)
+		err := c.handler.handle(ctx, t, s.handle)
 		t.since.Store(0)
 		if t.session && len(s.handle) > 1 {
 			// What one handler set would reach the messages behind it.
-			e.alone.Store(true)
+			c.alone.Store(true)
 			return outcome{}, &failure{origin: originHandler, err: errSession}
 		}
 		if err != nil {
@@ -130,12 +87,12 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 		return outcome{}, &failure{origin: originHandler, err: context.Cause(ctx)}
 	}
 	w.held.add(s.keys) // before COMMIT: if it fails, the next message of the key corrects it
-	if f := e.commit(ctx, a, w, s); f != nil {
+	if f := c.commit(ctx, a, w, s); f != nil {
 		return outcome{}, f
 	}
 	out.unheld = unheld(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
-	out.apart, out.fresh, out.conflicts, out.parked = w.apart, len(s.handle), claimed.dropped, s.report()
+	out.fresh, out.conflicts, out.parked = len(s.handle), claimed.dropped, s.report()
 	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)
 	return out, nil
 }
@@ -164,46 +121,46 @@ var errSession = errors.New("a handler changed the session (role, setting, tempo
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was acquired")
 
 // beginAsking begins a transaction and claims message by message, which finds the duplicates.
-func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, err error) {
-	ctx, cancel := e.bounded(ctx)
+func (c *Consumer) beginAsking(ctx context.Context, t *tx, w *work) (got claimed, err error) {
+	ctx, cancel := c.bounded(ctx)
 	defer cancel()
 	batch := &pgx.Batch{}
-	batch.Queue(e.beginSQL())
-	batch.Queue(e.sql[guardSQL])
+	batch.Queue(c.beginSQL())
+	batch.Queue(c.sql[guardSQL])
 	var server time.Time
-	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &t.role) })
-	decide := e.queueClaim(batch, w, &c)
-	if e.expires() && !w.released() {
-		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
+	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &t.role) })
+	decide := c.queueClaim(batch, w, &got)
+	if c.expires() && !w.released() {
+		c.claims.QueueForgotten(batch, w.consumer, &got.forgotten, c.cfg.Isolation != pgx.ReadCommitted)
 	}
-	unlocked := e.queueHeld(batch, w, &c)
+	unlocked := c.queueHeld(batch, w, &got)
 	done := 0
 	if err := send(ctx, t.conn, batch, &done); err != nil {
-		return c, dedup.WrapClaimError(err)
+		return got, dedup.WrapClaimError(err)
 	}
 	if !server.Equal(w.pos.server) {
-		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
+		return got, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
 	if unlocked() {
-		return c, fmt.Errorf("%w: the first parked message of a key was deleted concurrently", dedup.ErrRetry)
+		return got, fmt.Errorf("%w: the first parked message of a key was deleted concurrently", dedup.ErrRetry)
 	}
 	decide()
-	return c, nil
+	return got, nil
 }
 
 // queueHeld reads which of the messages' keys are held. It also locks the first parked message of
 // each such key, so that no operator deletes it before this transaction ends: a message that the
 // transaction parks behind it would have no first message. It queries only keys that this holder
 // knows may be held.
-func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func() bool) {
+func (c *Consumer) queueHeld(batch *pgx.Batch, w *work, got *claimed) (unlocked func() bool) {
 	w.hints = nil
-	if !w.released() && e.holdsKeys() {
+	if !w.released() && c.holdsKeys() {
 		w.hints = w.held.of(w.msgs)
 	}
 	if len(w.hints) == 0 {
 		return func() bool { return false }
 	}
-	c.held = map[keyHash]struct{}{}
+	got.held = map[keyHash]struct{}{}
 	locked := map[keyHash]struct{}{}
 	read := func(into map[keyHash]struct{}) func(rows pgx.Rows) error {
 		return func(rows pgx.Rows) error {
@@ -216,10 +173,10 @@ func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func
 		}
 	}
 	args := []any{w.consumer.ID(), w.pos.topic, w.pos.partition, w.hints}
-	batch.Queue(e.sql[lockHeadsSQL], args...).Query(read(locked))
-	batch.Queue(e.sql[heldNowSQL], args...).Query(read(c.held))
+	batch.Queue(c.sql[lockHeadsSQL], args...).Query(read(locked))
+	batch.Queue(c.sql[heldNowSQL], args...).Query(read(got.held))
 	return func() bool {
-		for hash := range c.held {
+		for hash := range got.held {
 			if _, there := locked[hash]; !there {
 				return true
 			}
@@ -229,17 +186,17 @@ func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func
 }
 
 // queueClaim adds the statements that decide which messages are fresh.
-func (e *engine) queueClaim(batch *pgx.Batch, w *work, c *claimed) (decide func()) {
+func (c *Consumer) queueClaim(batch *pgx.Batch, w *work, got *claimed) (decide func()) {
 	switch {
 	case w.released():
-		return e.queueLock(batch, w, c)
-	case e.unclaimed:
-		return func() { c.fresh = slices.Repeat([]bool{true}, len(w.msgs)) }
-	case e.cfg.Dedup == DedupByPosition:
-		return func() { c.fresh = w.ahead() }
+		return c.queueLock(batch, w, got)
+	case c.unclaimed:
+		return func() { got.fresh = slices.Repeat([]bool{true}, len(w.msgs)) }
+	case c.cfg.Dedup == DedupByPosition:
+		return func() { got.fresh = w.ahead() }
 	}
-	c.result = e.claims.Queue(batch, w.consumer, claims(w.msgs))
-	return func() { c.fresh = c.result.Fresh() }
+	got.result = c.claims.Queue(batch, w.consumer, claims(w.msgs))
+	return func() { got.fresh = got.result.Fresh() }
 }
 
 // claims lists messages as package dedup claims them.
@@ -267,27 +224,27 @@ func (w *work) ahead() []bool {
 // Tx.Commit, and unlike a bare COMMIT, this method treats that as a failure. It is never cancelled:
 // pgx would send a cancel request, which makes a COMMIT that waits for a synchronous standby
 // visible without being replicated.
-func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) *failure {
+func (c *Consumer) commit(ctx context.Context, a *attempt, w *work, s *selection) *failure {
 	t, batch := a.tx, &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
 	t.turn(nil) // the outbox calls user code, which is under the limit of the handler
 	if t.session {
 		batch.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role) // the role that the handler left behind may not write what follows
 	}
-	for i, c := range t.collected {
-		if err := c.outbox.Queue(detached, batch, c.msgs...); err != nil {
-			return &failure{origin: originStatement, msg: c.msg, err: err}
+	for i, got := range t.collected {
+		if err := got.outbox.Queue(detached, batch, got.msgs...); err != nil {
+			return &failure{origin: originStatement, msg: got.msg, err: err}
 		}
 		t.collected[i].upTo = batch.Len()
 	}
 	published := batch.Len()
-	letters, refused := e.queueFailures(detached, batch, w, s)
+	letters, refused := c.queueFailures(detached, batch, w, s)
 	if refused != nil {
 		return refused
 	}
 	batch.Queue(closeGuardSQL)
 	var stored int64
-	e.queuePosition(batch, w, &stored)
+	c.queuePosition(batch, w, &stored)
 	var tag string
 	batch.Queue("COMMIT").Query(func(rows pgx.Rows) error {
 		rows.Close()
@@ -304,7 +261,7 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 	}
 	if err != nil {
 		f := &failure{origin: originEngine, lost: t.conn.IsClosed(), err: fmt.Errorf("commit up to offset %d: %w", w.msgs[len(w.msgs)-1].Offset, err)}
-		e.findOrigin(ctx, t, w, s, f, round{done, published, letters, batch.Len(), idle})
+		c.findOrigin(ctx, t, w, s, f, round{done, published, letters, batch.Len(), idle})
 		return f
 	}
 	t.over.Store(true)
@@ -316,15 +273,15 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 }
 
 // queuePosition adds the statement that advances the position, or checks that it is still ours.
-func (e *engine) queuePosition(batch *pgx.Batch, w *work, stored *int64) {
-	args := []any{e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch}
+func (c *Consumer) queuePosition(batch *pgx.Batch, w *work, stored *int64) {
+	args := []any{c.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch}
 	switch last := w.msgs[len(w.msgs)-1]; {
 	case w.released():
-		batch.Queue(e.sql[checkSQL], append(args, nil)...)
+		batch.Queue(c.sql[checkSQL], append(args, nil)...)
 	case w.apart:
-		batch.Queue(e.sql[checkSQL], append(args, w.pos.stored())...)
+		batch.Queue(c.sql[checkSQL], append(args, w.pos.stored())...)
 	default:
-		batch.Queue(e.sql[advanceSQL], append(args, w.pos.stored(), last.next(), last.Time)...).
+		batch.Queue(c.sql[advanceSQL], append(args, w.pos.stored(), last.next(), last.Time)...).
 			QueryRow(func(row pgx.Row) error { return row.Scan(stored) })
 	}
 }
@@ -341,16 +298,16 @@ type round struct {
 // findOrigin finds the origin of a failure of the last round trip. It is shared by handlers and
 // engine: what a handler left behind (its role, its silence, what it published) can make the engine's
 // statements fail. If these succeed without the handler, the handler is at fault.
-func (e *engine) findOrigin(ctx context.Context, t *tx, w *work, s *selection, f *failure, r round) {
+func (c *Consumer) findOrigin(ctx context.Context, t *tx, w *work, s *selection, f *failure, r round) {
 	code := f.state()
 	switch {
 	case endedByHandler(f.err):
 		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, f.err))
-	case code == "" && len(s.handle) > 0 && r.idle && e.cfg.Dedup == DedupByID:
+	case code == "" && len(s.handle) > 0 && r.idle && c.cfg.Dedup == DedupByID:
 		f.origin, f.lost, f.err = originHandler, false, errors.Join(errIdle, f.err)
 	case code == "", r.done >= r.all-1:
 		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have succeeded
-	case e.verdict(f) == verdictFenced, e.verdict(f) == verdictRepeat:
+	case c.verdict(f) == verdictFenced, c.verdict(f) == verdictRepeat:
 	case r.done < r.published && (slices.Contains([]string{"22", "23", "54", "P0"}, code[:2]) || code == pgerr.InsufficientPrivilege):
 		// What a handler published: a value, or a topic that a policy or a trigger refuses.
 		f.origin, f.msg = originStatement, t.publisher(r.done)
@@ -363,7 +320,7 @@ func (e *engine) findOrigin(ctx context.Context, t *tx, w *work, s *selection, f
 			return
 		}
 		t.end(ctx)
-		f.closes = e.closesWithout(ctx, w, s)
+		f.closes = c.closesWithout(ctx, w, s)
 	}
 }
 
@@ -372,20 +329,20 @@ var errClosing = errors.New("the statements that end the transaction failed behi
 
 // closesWithout reports whether the engine's last statements succeed in a transaction without the
 // handler. It rolls back.
-func (e *engine) closesWithout(ctx context.Context, w *work, s *selection) bool {
-	ctx, cancel := e.bounded(ctx)
+func (c *Consumer) closesWithout(ctx context.Context, w *work, s *selection) bool {
+	ctx, cancel := c.bounded(ctx)
 	defer cancel()
-	tx, err := e.pool.Begin(ctx)
+	tx, err := c.pool.Begin(ctx)
 	if err != nil {
 		return false
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
 	batch, stored := &pgx.Batch{}, int64(0)
-	batch.Queue(e.sql[settingsSQL], e.timeout[0], e.timeout[1], e.timeout[2])
-	if _, refused := e.queueFailures(ctx, batch, w, s); refused != nil {
+	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2])
+	if _, refused := c.queueFailures(ctx, batch, w, s); refused != nil {
 		return false
 	}
-	e.queuePosition(batch, w, &stored)
+	c.queuePosition(batch, w, &stored)
 	return tx.SendBatch(ctx, batch).Close() == nil
 }
 

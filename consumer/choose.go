@@ -41,18 +41,18 @@ type parkedMessage struct {
 
 // compare finds messages that have the ID of another message. They are claimed under their
 // coordinates, before they are parked: one that was parked before (it is redelivered) is a duplicate.
-func (e *engine) compare(ctx context.Context, t *tx, w *work, c *claimed) error {
-	if c.result == nil {
+func (c *Consumer) compare(ctx context.Context, t *tx, w *work, got *claimed) error {
+	if got.result == nil {
 		return nil
 	}
-	ctx, cancel := e.bounded(ctx)
+	ctx, cancel := c.bounded(ctx)
 	defer cancel()
-	if err := e.claims.Compare(ctx, t.conn, w.consumer, c.result); err != nil {
+	if err := c.claims.Compare(ctx, t.conn, w.consumer, got.result); err != nil {
 		return err
 	}
 	var own []*Message
 	var places []int
-	for i, conflict := range c.result.Conflicts() {
+	for i, conflict := range got.result.Conflicts() {
 		if conflict {
 			own, places = append(own, w.msgs[i].underCoordinates()), append(places, i)
 		}
@@ -60,41 +60,41 @@ func (e *engine) compare(ctx context.Context, t *tx, w *work, c *claimed) error 
 	if len(own) == 0 {
 		return nil
 	}
-	if e.cfg.OnConflict == OnConflictDrop {
-		c.dropped = len(own)
+	if c.cfg.OnConflict == OnConflictDrop {
+		got.dropped = len(own)
 		return nil
 	}
 	batch := &pgx.Batch{}
-	result := e.claims.Queue(batch, w.consumer, claims(own))
+	result := c.claims.Queue(batch, w.consumer, claims(own))
 	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
 		return dedup.WrapClaimError(err)
 	}
-	c.conflicts = map[int]*Message{}
+	got.conflicts = map[int]*Message{}
 	for i, fresh := range result.Fresh() {
 		if fresh {
-			c.conflicts[places[i]] = own[i]
+			got.conflicts[places[i]] = own[i]
 		}
 	}
 	return nil
 }
 
 // choose decides for each message whether it is handled, parked or dropped as a duplicate.
-func (e *engine) choose(w *work, c claimed) *selection {
+func (c *Consumer) choose(w *work, got claimed) *selection {
 	s := &selection{handle: make([]*Message, 0, len(w.msgs))}
 	for i, msg := range w.msgs {
 		why := msg.park
 		switch {
-		case c.conflicts[i] != nil:
+		case got.conflicts[i] != nil:
 			if why == nil || why.retry {
-				why = cmp.Or(e.expired(w, msg, c.forgotten), &parking{reason: reasonConflict, err: fmt.Errorf("%w (ID %s)", errConflict, msg.ID)})
+				why = cmp.Or(c.expired(w, msg, got.forgotten), &parking{reason: reasonConflict, err: fmt.Errorf("%w (ID %s)", errConflict, msg.ID)})
 			}
-			msg = c.conflicts[i]
-		case !c.fresh[i]:
+			msg = got.conflicts[i]
+		case !got.fresh[i]:
 			continue
 		case msg.row == 0 && (why == nil || why.retry):
-			why = cmp.Or(e.expired(w, msg, c.forgotten), why)
+			why = cmp.Or(c.expired(w, msg, got.forgotten), why)
 		}
-		behind := msg.row == 0 && (holds(c.held, msg.Key) || holds(s.keys, msg.Key))
+		behind := msg.row == 0 && (holds(got.held, msg.Key) || holds(s.keys, msg.Key))
 		if behind && (why == nil || why.retry) {
 			why = &parking{reason: reasonBehind}
 		}
@@ -103,7 +103,7 @@ func (e *engine) choose(w *work, c claimed) *selection {
 			continue
 		}
 		s.parked = append(s.parked, parkedMessage{Message: msg, why: why, behind: behind})
-		if e.holdsKeys() && msg.Key != nil && !e.becomesLetter(why) {
+		if c.holdsKeys() && msg.Key != nil && !c.becomesLetter(why) {
 			if s.keys == nil {
 				s.keys = map[keyHash]struct{}{}
 			}
@@ -114,8 +114,8 @@ func (e *engine) choose(w *work, c claimed) *selection {
 }
 
 // becomesLetter reports whether a message is published as a dead letter and not parked.
-func (e *engine) becomesLetter(why *parking) bool {
-	return e.cfg.OnFailure == OnFailureDeadLetter && !why.retry && !why.kept && why.reason != reasonBehind && why.reason != reasonTooLarge
+func (c *Consumer) becomesLetter(why *parking) bool {
+	return c.cfg.OnFailure == OnFailureDeadLetter && !why.retry && !why.kept && why.reason != reasonBehind && why.reason != reasonTooLarge
 }
 
 // report lists the parked messages, for hooks and the log.
@@ -137,12 +137,12 @@ func holds(keys map[keyHash]struct{}, key []byte) bool {
 }
 
 // holdsKeys reports whether later messages wait for a parked message of their key.
-func (e *engine) holdsKeys() bool { return e.cfg.Order != OrderUnordered }
+func (c *Consumer) holdsKeys() bool { return c.cfg.Order != OrderUnordered }
 
 // expires reports whether claims are forgotten eventually, and with them the proof that a message
 // is fresh.
-func (e *engine) expires() bool {
-	return !e.cfg.Forever && !e.unclaimed && e.cfg.Dedup != DedupByPosition
+func (c *Consumer) expires() bool {
+	return !c.cfg.Forever && !c.unclaimed && c.cfg.Dedup != DedupByPosition
 }
 
 // expired returns why a message whose claim is fresh may have been handled before, or nil.
@@ -151,8 +151,8 @@ func (e *engine) expires() bool {
 // that the earlier claim was forgotten, whatever times the message carries. Outside of the range
 // the time forgotten decides: claims of messages before it may have been forgotten. The older of
 // the ID's time and the record's time counts.
-func (e *engine) expired(w *work, msg *Message, forgotten time.Time) *parking {
-	if !e.expires() {
+func (c *Consumer) expired(w *work, msg *Message, forgotten time.Time) *parking {
+	if !c.expires() {
 		return nil
 	}
 	if w.pos.isHandled(msg.Offset) {

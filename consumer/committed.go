@@ -131,7 +131,7 @@ func (s *session) commitMarks(ctx context.Context) {
 	if failed == nil {
 		return
 	}
-	s.engine.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.engine.cfg.Group, "error", failed)
+	s.consumer.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.consumer.cfg.Group, "error", failed)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for key := range topicIDs { // again with the next commit, unless there is a newer mark

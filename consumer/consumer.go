@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,16 +23,33 @@ import (
 	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 // Consumer runs a handler over the messages of a consumer group's topics.
 type Consumer struct {
-	engine     *engine
-	kafka      []kgo.Opt
-	owner      string
-	watchEvery time.Duration
-	lookEvery  time.Duration
-	idleEvery  time.Duration
+	pool    *pgxpool.Pool
+	kafka   []kgo.Opt
+	cfg     Config
+	handler Handler
+	claims  *dedup.Claims
+	outbox  *outbox.Outbox // for dead letters
+	owner   string
+	sql     map[string]string // by the constant that is the statement for the standard schema
+	timeout [3]string         // settings, in milliseconds
+	// unclaimed handles every message without a claim: see internal/nodedup.
+	unclaimed bool
+
+	watchEvery, lookEvery, idleEvery time.Duration
+
+	// slots bounds the connections that transactions use: handlers that ask the same pool for one
+	// must not wait for each other.
+	slots     chan struct{}
+	abandoned atomic.Int32 // abandoned attempts, and hooks, that still run
+	hooked    atomic.Int32 // hooks that were called and have not returned
+	warnPlain sync.Once
+	// alone: a handler changed its session, so each message gets a transaction of its own.
+	alone atomic.Bool
 
 	phase   atomic.Pointer[phaseNow]
 	ids     map[string]dedup.Consumer // by topic; written before a session starts
@@ -72,11 +90,17 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	for _, wrap := range slices.Backward(cfg.Middleware) {
 		handler = wrap(handler)
 	}
-	engine, err := newEngine(pool, handler, cfg)
-	if err != nil {
+	claims, err := dedup.New(dedup.Config{Schema: cfg.Schema})
+	letters, lettersErr := outbox.New(outbox.Config{Schema: cfg.Schema})
+	if err = errors.Join(err, lettersErr); err != nil {
 		return nil, err
 	}
-	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner(), watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery}
+	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
+	c := &Consumer{
+		pool: pool, kafka: kafka, cfg: cfg, handler: handler, claims: claims, outbox: letters, owner: bounds.Owner(), sql: newQueries(cfg.Schema),
+		timeout:    [3]string{milliseconds(cfg.StatementTimeout), milliseconds(cfg.LockTimeout), milliseconds(cfg.IdleTimeout)},
+		watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery, slots: make(chan struct{}, max(1, int(pool.Config().MaxConns)-1)),
+	}
 	c.enter(PhaseStopped, nil)
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
@@ -92,8 +116,8 @@ func (c *Consumer) checkDrain() error {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer client.Close()
-	if limit, ok := client.OptValue(kgo.RebalanceTimeout).(time.Duration); ok && c.engine.cfg.DrainMax >= limit {
-		return fmt.Errorf("DrainMax %v: want less than the rebalance timeout of Kafka's client, which is %v (kgo.RebalanceTimeout)", c.engine.cfg.DrainMax, limit)
+	if limit, ok := client.OptValue(kgo.RebalanceTimeout).(time.Duration); ok && c.cfg.DrainMax >= limit {
+		return fmt.Errorf("DrainMax %v: want less than the rebalance timeout of Kafka's client, which is %v (kgo.RebalanceTimeout)", c.cfg.DrainMax, limit)
 	}
 	return nil
 }
@@ -122,15 +146,15 @@ func (c *Consumer) Run(ctx context.Context) (err error) {
 	began := time.Now()
 	c.logStart(ctx)
 	defer func() {
-		c.engine.cfg.Logger.InfoContext(ctx, "consumer stopped", "group", c.engine.cfg.Group, "ran_for", readable(time.Since(began)))
+		c.cfg.Logger.InfoContext(ctx, "consumer stopped", "group", c.cfg.Group, "ran_for", readable(time.Since(began)))
 	}()
 	var upkeep sync.WaitGroup
 	defer upkeep.Wait()
-	upkeep.Go(func() { c.engine.claims.KeepUp(ctx, c.engine.pool, c.owner, c.engine.cfg.Logger) })
+	upkeep.Go(func() { c.claims.KeepUp(ctx, c.pool, c.owner, c.cfg.Logger) })
 	for attempt := 1; ctx.Err() == nil; attempt++ {
 		began := time.Now()
 		c.join(ctx, attempt)
-		if time.Since(began) > c.engine.cfg.RetryMax+time.Minute {
+		if time.Since(began) > c.cfg.RetryMax+time.Minute {
 			attempt = 0 // the membership lasted: earlier failures no longer count
 		}
 	}
@@ -145,8 +169,8 @@ func (c *Consumer) join(ctx context.Context, attempt int) {
 	err := s.consume(ctx)
 	if ctx.Err() == nil {
 		c.enter(PhaseJoining, err)
-		wait := c.engine.backoff(attempt)
-		c.engine.cfg.Logger.WarnContext(ctx, "rejoining the group", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		wait := c.backoff(attempt)
+		c.cfg.Logger.WarnContext(ctx, "rejoining the group", "group", c.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)
 	}
 }
@@ -158,9 +182,9 @@ func (c *Consumer) await(ctx context.Context, what string, check func(context.Co
 		if err == nil || !waitable(err) {
 			return err
 		}
-		wait := c.engine.backoff(attempt)
+		wait := c.backoff(attempt)
 		c.enter(PhaseStarting, err)
-		c.engine.cfg.Logger.WarnContext(ctx, "waiting for "+what, "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		c.cfg.Logger.WarnContext(ctx, "waiting for "+what, "group", c.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)
 	}
 	return nil
@@ -192,11 +216,11 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 		if look > 0 {
 			pause.For(ctx, missingPause)
 		}
-		metadata, err := kadm.NewClient(client).Metadata(ctx, c.engine.cfg.Topics...)
+		metadata, err := kadm.NewClient(client).Metadata(ctx, c.cfg.Topics...)
 		if err != nil {
 			return fmt.Errorf("ask Kafka for topics: %w", err)
 		}
-		missing = slices.DeleteFunc(slices.Clone(c.engine.cfg.Topics), func(name string) bool {
+		missing = slices.DeleteFunc(slices.Clone(c.cfg.Topics), func(name string) bool {
 			topic, ok := metadata.Topics[name]
 			return ok && !errors.Is(topic.Err, kerr.UnknownTopicOrPartition)
 		})
@@ -204,39 +228,39 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("%w: %s (Config.Topics of group %q): create it, or correct the name", ErrUnknownTopic, strings.Join(missing, ", "), c.engine.cfg.Group)
+	return fmt.Errorf("%w: %s (Config.Topics of group %q): create it, or correct the name", ErrUnknownTopic, strings.Join(missing, ", "), c.cfg.Group)
 }
 
 // prepare checks the database and registers the consumer's names.
 func (c *Consumer) prepare(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
-	c.engine.unclaimed = nodedup.In(ctx)
-	if err := migrations.Check(ctx, c.engine.pool, migrations.Options{Schema: c.engine.cfg.Schema}); err != nil {
+	c.unclaimed = nodedup.In(ctx)
+	if err := migrations.Check(ctx, c.pool, migrations.Options{Schema: c.cfg.Schema}); err != nil {
 		return err
 	}
 	var primary bool
-	if err := c.engine.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
+	if err := c.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
 		return fmt.Errorf("ask whether the database is a primary: %w", err)
 	}
 	if !primary {
 		return ErrNotPrimary
 	}
-	wanted, err := c.engine.cfg.idRule()
+	wanted, err := c.cfg.idRule()
 	if err != nil {
 		return err
 	}
-	ids, named := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics)), make(map[string]string, len(c.engine.cfg.Topics))
-	for _, topic := range c.engine.cfg.Topics {
-		alias := c.engine.cfg.alias(topic)
-		name, topics := c.engine.cfg.Group+"/"+alias, slices.DeleteFunc(slices.Clone(c.engine.cfg.Topics), func(other string) bool {
-			return c.engine.cfg.alias(other) != alias
+	ids, named := make(map[string]dedup.Consumer, len(c.cfg.Topics)), make(map[string]string, len(c.cfg.Topics))
+	for _, topic := range c.cfg.Topics {
+		alias := c.cfg.alias(topic)
+		name, topics := c.cfg.Group+"/"+alias, slices.DeleteFunc(slices.Clone(c.cfg.Topics), func(other string) bool {
+			return c.cfg.alias(other) != alias
 		})
-		if c.engine.cfg.Name != "" {
-			name, topics = c.engine.cfg.Name, c.engine.cfg.Topics
+		if c.cfg.Name != "" {
+			name, topics = c.cfg.Name, c.cfg.Topics
 		}
-		id, err := c.engine.claims.Register(ctx, c.engine.pool, dedup.Registration{
-			Name: name, Group: c.engine.cfg.Group, Topics: topics, Window: c.engine.cfg.Window, Forever: c.engine.cfg.Forever,
+		id, err := c.claims.Register(ctx, c.pool, dedup.Registration{
+			Name: name, Group: c.cfg.Group, Topics: topics, Window: c.cfg.Window, Forever: c.cfg.Forever,
 			IDRule: wanted,
 		})
 		if err != nil {
@@ -257,13 +281,13 @@ func (c *Consumer) warnWindow(ctx context.Context, name string, replaced time.Du
 	if replaced == 0 {
 		return
 	}
-	c.engine.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
-		"maintenance uses the window that was registered last: configure the same window in all replicas", "group", c.engine.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.engine.cfg.Window.String())
+	c.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
+		"maintenance uses the window that was registered last: configure the same window in all replicas", "group", c.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.cfg.Window.String())
 }
 
 // logStart logs the configuration with which the consumer starts.
 func (c *Consumer) logStart(ctx context.Context) {
-	cfg := &c.engine.cfg
+	cfg := &c.cfg
 	names, rules := make([]string, len(cfg.Topics)), make([]string, len(cfg.Topics))
 	for i, topic := range cfg.Topics {
 		names[i], rules[i] = c.names[topic], c.idRule(topic)
@@ -288,7 +312,7 @@ func readable(d time.Duration) string {
 
 // backoff returns a pause of RetryMin/2 plus a random part. The limit of that part doubles from
 // RetryMin to RetryMax.
-func (e *engine) backoff(attempt int) time.Duration {
-	ceiling := min(e.cfg.RetryMin<<min(attempt-1, 20), e.cfg.RetryMax)
-	return e.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
+func (c *Consumer) backoff(attempt int) time.Duration {
+	ceiling := min(c.cfg.RetryMin<<min(attempt-1, 20), c.cfg.RetryMax)
+	return c.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
 }

@@ -61,27 +61,27 @@ func (p *parkedMessage) keep(err error) *parking {
 
 // queueFailures adds the statements for messages that were not handled. It returns those that become
 // dead letters, or the one that the outbox refuses, because Kafka would.
-func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter, f *failure) {
+func (c *Consumer) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter, f *failure) {
 	rows := w.rows(s.handle)
 	for i := range s.parked {
 		p := &s.parked[i]
-		if p.letter = false; !e.becomesLetter(p.why) {
+		if p.letter = false; !c.becomesLetter(p.why) {
 			continue
 		}
-		if err := e.outbox.Queue(ctx, batch, e.deadLetter(p.Message, p.why)); err != nil {
+		if err := c.outbox.Queue(ctx, batch, c.deadLetter(p.Message, p.why)); err != nil {
 			return nil, &failure{origin: originHandler, letter: &letter{p, 0}, err: err}
 		}
 		p.letter = true
 		letters, rows = append(letters, letter{p, batch.Len()}), append(rows, p.row)
 	}
-	e.queuePark(batch, w.consumer, s)
+	c.queuePark(batch, w.consumer, s)
 	if w.released() {
-		batch.Queue(e.sql[unparkSQL], rows) // a trigger promotes the next message of each key: see parked_promote
+		batch.Queue(c.sql[unparkSQL], rows) // a trigger promotes the next message of each key: see parked_promote
 	}
 	return letters, nil
 }
 
-func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
+func (c *Consumer) deadLetter(msg *Message, why *parking) outbox.Message {
 	timestampType := "CreateTime"
 	if msg.record != nil && msg.record.Attrs.TimestampType() == 1 {
 		timestampType = "LogAppendTime"
@@ -102,12 +102,12 @@ func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
 	number(letterOffset, binary.BigEndian.AppendUint64(nil, uint64(msg.Offset)))
 	number(letterTimestamp, binary.BigEndian.AppendUint64(nil, uint64(msg.Time.UnixMilli())))
 	text(letterTimestampType, timestampType)
-	text(letterGroup, e.cfg.Group)
+	text(letterGroup, c.cfg.Group)
 	text(letterClass, "effectonce."+why.reason)
 	message, stack, _ := strings.Cut(bounds.ErrorText(why.err), "\n")
 	text(letterMessage, message)
 	text(letterStack, stack)
 	text(letterID, msg.ID.String())
 	text(letterAttempts, fmt.Sprint(why.attempts))
-	return outbox.Message{ID: msg.PublishID("dead-letter"), Topic: e.cfg.DeadLetterTopic, Key: msg.Key, Payload: msg.Value, Headers: headers}
+	return outbox.Message{ID: msg.PublishID("dead-letter"), Topic: c.cfg.DeadLetterTopic, Key: msg.Key, Payload: msg.Value, Headers: headers}
 }

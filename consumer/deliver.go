@@ -61,17 +61,16 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		return err
 	}
 	p := c.newPartition(ctx, nil, taken[0].pos, uuid.Nil)
-	defer p.cancel()
-	var mu sync.Mutex // workers share what follows
+	var mu sync.Mutex // lanes share what follows
 	var refused error
-	p.lane.committed = func(_ *Message, out outcome) {
+	p.committed = func(out outcome) {
 		mu.Lock()
 		defer mu.Unlock()
 		sum.Fresh += out.fresh
 		sum.Duplicates += out.duplicates
 		sum.Parked += len(out.parked)
 	}
-	p.lane.refused = func(f *failure) {
+	p.refused = func(f *failure) {
 		mu.Lock()
 		defer mu.Unlock()
 		refused = f
@@ -79,7 +78,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	p.finite = true
 	p.queue.start(math.MinInt64)
 	p.queue.add(records)
-	p.consume() //nolint:contextcheck // the lane has its own
+	p.run() //nolint:contextcheck // the partition has its own
 	if !p.ended {
 		return cmp.Or(context.Cause(ctx), errors.Join(errNotDone, refused))
 	}

@@ -32,7 +32,7 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
-	taken, err := e.c.hold(ctx, []hold{{topicPartition: topicPartition{e.c.engine.cfg.Topics[0], number}}}, nil)
+	taken, err := e.c.hold(ctx, []hold{{topicPartition: topicPartition{e.c.cfg.Topics[0], number}}}, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -66,7 +66,7 @@ func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, er
 
 // apply waits for a transaction, as a lane does.
 func (e *Engine) apply(ctx context.Context, w *work) (outcome, error) {
-	out, f := e.c.engine.apply(ctx, w)
+	out, f := e.c.apply(ctx, w)
 	if f != nil {
 		return outcome{}, f
 	}
@@ -83,7 +83,7 @@ func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int
 	for done := 0; done < n; {
 		if _, err := e.Apply(ctx, at, first+done, min(batch, n-done)); err != nil {
 			var f *failure
-			if errors.As(err, &f) && e.c.engine.verdict(f) == verdictRepeat {
+			if errors.As(err, &f) && e.c.verdict(f) == verdictRepeat {
 				continue
 			}
 			return err
@@ -144,7 +144,7 @@ func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64
 		answer.logs[key] = log
 		holds = append(holds, hold{topicPartition: key, log: log})
 	}
-	taken, err := e.c.hold(ctx, holds, answer.contacts(e.c.engine.cfg.Start))
+	taken, err := e.c.hold(ctx, holds, answer.contacts(e.c.cfg.Start))
 	if err != nil {
 		return nil, err
 	}
@@ -160,7 +160,7 @@ func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64
 	if len(again) == 0 {
 		return begins, nil
 	}
-	if taken, err = e.c.hold(ctx, again, answer.contacts(e.c.engine.cfg.Start)); err != nil {
+	if taken, err = e.c.hold(ctx, again, answer.contacts(e.c.cfg.Start)); err != nil {
 		return nil, err
 	}
 	for i, t := range taken {
@@ -208,7 +208,7 @@ type Tracker struct {
 }
 
 func newTestWorkers() *workers {
-	return newWorkers(&partition{engine: &engine{cfg: Config{Order: OrderUnordered}}}, 1000)
+	return newWorkers(OrderUnordered, 1000)
 }
 
 // Add tracks messages.
@@ -303,7 +303,7 @@ func Origins() []string {
 // Judge returns the verdict about a failure, and the name of the row that decides.
 func Judge(from string, err error, lost bool, permanentStates ...string) (verdict, row string) {
 	f := &failure{lost: lost, err: err, origin: origin(slices.Index(Origins(), from))}
-	e := &engine{cfg: Config{PermanentStates: permanentStates}}
+	e := &Consumer{cfg: Config{PermanentStates: permanentStates}}
 	for _, r := range rules {
 		if slices.Contains(r.origins, f.origin) && r.matches(e, f) {
 			return e.verdict(f).String(), r.name

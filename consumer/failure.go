@@ -82,7 +82,7 @@ func (v verdict) String() string {
 type rule struct {
 	name    string // for docs/design.md and tests
 	origins []origin
-	matches func(e *engine, f *failure) bool
+	matches func(c *Consumer, f *failure) bool
 	verdict verdict
 }
 
@@ -103,39 +103,41 @@ var rules = []rule{
 	{"anything else", []origin{originStatement, originHandler, originCommit}, always, verdictCount},
 }
 
-func (e *engine) verdict(f *failure) verdict {
+func (c *Consumer) verdict(f *failure) verdict {
 	for _, r := range rules {
-		if slices.Contains(r.origins, f.origin) && r.matches(e, f) {
+		if slices.Contains(r.origins, f.origin) && r.matches(c, f) {
 			return r.verdict
 		}
 	}
 	return verdictWait
 }
 
-func always(*engine, *failure) bool { return true }
+func always(*Consumer, *failure) bool { return true }
 
 // stateIn matches SQLSTATE codes and classes; "" matches an error without a SQLSTATE.
-func stateIn(states ...string) func(*engine, *failure) bool {
-	return func(_ *engine, f *failure) bool {
+func stateIn(states ...string) func(*Consumer, *failure) bool {
+	return func(_ *Consumer, f *failure) bool {
 		code := f.state()
 		return slices.ContainsFunc(states, func(s string) bool { return s == code || len(s) == 2 && strings.HasPrefix(code, s) })
 	}
 }
 
-func isFenced(_ *engine, f *failure) bool { return f.state() == "EO001" || errors.Is(f.err, errFenced) }
+func isFenced(_ *Consumer, f *failure) bool {
+	return f.state() == "EO001" || errors.Is(f.err, errFenced)
+}
 
-func isLost(_ *engine, f *failure) bool { return f.lost }
+func isLost(_ *Consumer, f *failure) bool { return f.lost }
 
-func isPermanentFailure(_ *engine, f *failure) bool { return IsPermanent(f.err) }
+func isPermanentFailure(_ *Consumer, f *failure) bool { return IsPermanent(f.err) }
 
 // isServerState: a standby after a failover counts, too.
-func isServerState(_ *engine, f *failure) bool {
+func isServerState(_ *Consumer, f *failure) bool {
 	return pgerr.OfServer(f.err) || pgerr.Is(f.err, pgerr.ReadOnlyTransaction)
 }
 
-func isConfiguredState(e *engine, f *failure) bool {
+func isConfiguredState(c *Consumer, f *failure) bool {
 	code := f.state()
-	return code != "" && slices.ContainsFunc(e.cfg.PermanentStates, func(state string) bool { return strings.HasPrefix(code, state) })
+	return code != "" && slices.ContainsFunc(c.cfg.PermanentStates, func(state string) bool { return strings.HasPrefix(code, state) })
 }
 
 // reason is the reason under which a failed message is parked.

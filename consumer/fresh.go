@@ -28,34 +28,34 @@ const asksMax = 20
 // begin starts the transaction and claims, in one round trip: either it takes every message as
 // fresh, or it asks for each. If the first form meets a duplicate, nothing has happened yet, and
 // the second one follows. The same constraint decides both; the choice affects only cost.
-func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
-	ids := e.claimsIDs(w)
-	if ids && e.trusts(w) {
-		c, err := e.beginFresh(ctx, t, w)
+func (c *Consumer) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
+	ids := c.claimsIDs(w)
+	if ids && c.trusts(w) {
+		got, err := c.beginFresh(ctx, t, w)
 		if err == nil {
-			return c, nil
+			return got, nil
 		}
 		w.asks.Store(asksMax) // after any other error, too: next is the form without COPY
 		if !errors.Is(err, dedup.ErrTaken) {
-			return c, err
+			return got, err
 		}
-		limited, cancel := e.bounded(ctx)
+		limited, cancel := c.bounded(ctx)
 		_, err = t.conn.Exec(limited, "ROLLBACK") // it claimed nothing
 		if cancel(); err != nil {
 			return claimed{}, err
 		}
-		return e.beginAsking(ctx, t, w)
+		return c.beginAsking(ctx, t, w)
 	}
-	c, err := e.beginAsking(ctx, t, w)
+	got, err := c.beginAsking(ctx, t, w)
 	if err == nil && ids && w.asks != nil && w.asks.Load() > 0 {
 		w.asks.Add(-1)
 	}
-	return c, err
+	return got, err
 }
 
 // claimsIDs reports whether the messages are claimed by ID.
-func (e *engine) claimsIDs(w *work) bool {
-	return !w.released() && !e.unclaimed && e.cfg.Dedup != DedupByPosition
+func (c *Consumer) claimsIDs(w *work) bool {
+	return !w.released() && !c.unclaimed && c.cfg.Dedup != DedupByPosition
 }
 
 // freshMin is the smallest batch for which the form with COPY is worthwhile.
@@ -63,44 +63,44 @@ const freshMin = 20
 
 // trusts reports whether to take messages as fresh. Messages that this consumer has handled before
 // are likely duplicates, and messages with held keys must be asked for.
-func (e *engine) trusts(w *work) bool {
+func (c *Consumer) trusts(w *work) bool {
 	if w.asks == nil || len(w.msgs) < freshMin || w.asks.Load() > 0 {
 		return false
 	}
 	if w.msgs[0].Offset < w.pos.next.Load() {
 		return false
 	}
-	return !e.holdsKeys() || len(w.held.of(w.msgs)) == 0
+	return !c.holdsKeys() || len(w.held.of(w.msgs)) == 0
 }
 
 // beginFresh begins and claims every message as fresh.
-func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err error) {
-	ctx, cancel := e.bounded(ctx)
+func (c *Consumer) beginFresh(ctx context.Context, t *tx, w *work) (got claimed, err error) {
+	ctx, cancel := c.bounded(ctx)
 	defer cancel()
 	w.hints = nil
 	var server time.Time
 	var forgotten *time.Time
 	before := []dedup.Step{
-		{SQL: e.beginSQL()},
-		{SQL: e.sql[guardSQL]},
-		{SQL: e.sql[settingsSQL], Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server, &t.role}},
+		{SQL: c.beginSQL()},
+		{SQL: c.sql[guardSQL]},
+		{SQL: c.sql[settingsSQL], Args: c.timeout[:], Into: []any{nil, nil, nil, nil, &server, &t.role}},
 	}
 	var after []dedup.Step
-	if e.expires() {
-		after = e.claims.ForgottenSteps(w.consumer, &forgotten, e.cfg.Isolation != pgx.ReadCommitted)
+	if c.expires() {
+		after = c.claims.ForgottenSteps(w.consumer, &forgotten, c.cfg.Isolation != pgx.ReadCommitted)
 	}
-	result, err := e.claims.BeginFresh(ctx, t.conn, before, w.consumer, claims(w.msgs), after...)
+	result, err := c.claims.BeginFresh(ctx, t.conn, before, w.consumer, claims(w.msgs), after...)
 	if err != nil {
-		return c, err
+		return got, err
 	}
 	if !server.Equal(w.pos.server) {
-		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
+		return got, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
 	if forgotten != nil {
-		c.forgotten = *forgotten
+		got.forgotten = *forgotten
 	}
-	c.result, c.fresh = result, result.Fresh()
-	return c, nil
+	got.result, got.fresh = result, result.Fresh()
+	return got, nil
 }
 
-func (e *engine) beginSQL() string { return "BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation) }
+func (c *Consumer) beginSQL() string { return "BEGIN ISOLATION LEVEL " + string(c.cfg.Isolation) }

@@ -19,7 +19,6 @@ import (
 // session is one membership in the group: a client and the partitions that Kafka assigned to it.
 type session struct {
 	consumer *Consumer
-	engine   *engine // the consumer's
 	client   *kgo.Client
 	ready    chan struct{} // closed when client is set: callbacks may run earlier
 
@@ -48,7 +47,7 @@ type topicPartition struct {
 
 func newSession(c *Consumer) *session {
 	s := &session{
-		consumer: c, engine: c.engine, ready: make(chan struct{}), failed: make(chan error, 1), assignments: map[topicPartition]*assignment{},
+		consumer: c, ready: make(chan struct{}), failed: make(chan error, 1), assignments: map[topicPartition]*assignment{},
 	}
 	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; run closes it
 	return s
@@ -72,11 +71,11 @@ func (s *session) options() []kgo.Opt {
 		kgo.SoftwareNameAndVersion("effectonce-consumer", "v1"),
 		// A partition that resumes waits for the fetch that excluded it: see waitingBatchesMax.
 		kgo.FetchMaxWait(250 * time.Millisecond),
-		kgo.MaxDecompressBatchBytes(s.engine.cfg.inflateMax()),
+		kgo.MaxDecompressBatchBytes(s.consumer.cfg.inflateMax()),
 	}, s.consumer.kafka...)
 	return append(opts,
-		kgo.ConsumerGroup(s.engine.cfg.Group),
-		kgo.ConsumeTopics(s.engine.cfg.Topics...),
+		kgo.ConsumerGroup(s.consumer.cfg.Group),
+		kgo.ConsumeTopics(s.consumer.cfg.Topics...),
 		// Never start at the latest record, even by default: the records in between would be lost.
 		// Config.Start is resolved when partitions are acquired.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
@@ -130,7 +129,7 @@ func (s *session) consume(ctx context.Context) error {
 
 // drain releases all partitions, and logs it.
 func (s *session) drain(ctx context.Context) {
-	e, began := s.engine, time.Now()
+	e, began := s.consumer, time.Now()
 	if ctx.Err() != nil {
 		s.consumer.enter(PhaseDraining, nil)
 	}
@@ -153,7 +152,7 @@ func (s *session) leave(ctx context.Context, client *kgo.Client) {
 	select {
 	case <-left:
 	case <-timer.C:
-		s.engine.cfg.Logger.WarnContext(ctx, "leaving the group timed out during a rebalance: the group removes this member when the rebalance ends or the session times out", "group", s.engine.cfg.Group)
+		s.consumer.cfg.Logger.WarnContext(ctx, "leaving the group timed out during a rebalance: the group removes this member when the rebalance ends or the session times out", "group", s.consumer.cfg.Group)
 	}
 }
 
@@ -198,7 +197,7 @@ func (s *session) fetchFailed(ctx context.Context, fetched kgo.FetchTopicPartiti
 		s.unreadable(topicPartition{topic, partition}, err)
 	case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
 		s.warned = time.Now()
-		s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
+		s.consumer.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.consumer.cfg.Group, "topic", topic, "partition", partition, "error", err)
 	}
 }
 
@@ -277,8 +276,8 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 			}
 		}
 		s.mu.Unlock()
-		wait := s.engine.backoff(attempt)
-		s.engine.cfg.Logger.WarnContext(ctx, "positions could not be acquired; the partitions wait", "group", s.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		wait := s.consumer.backoff(attempt)
+		s.consumer.cfg.Logger.WarnContext(ctx, "positions could not be acquired; the partitions wait", "group", s.consumer.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)
 	}
 }
@@ -289,7 +288,7 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	if len(keys) == 0 {
 		return
 	}
-	e, began := s.engine, time.Now()
+	e, began := s.consumer, time.Now()
 	s.release(ctx, keys, e.cfg.DrainMax)
 	if s.isClosing() {
 		return // drain logs it
@@ -303,7 +302,7 @@ func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int
 	if len(keys) == 0 {
 		return
 	}
-	s.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.engine.cfg.Group, "partitions", keys)
+	s.consumer.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.consumer.cfg.Group, "partitions", keys)
 	s.release(ctx, keys, 0)
 }
 
@@ -368,6 +367,6 @@ func (s *session) stop(ctx context.Context, partitions []*partition, limit time.
 	}
 	if err := s.consumer.giveUp(ctx, positions); err != nil {
 		// The next holder treats this as a crash: see suspects.
-		s.engine.cfg.Logger.WarnContext(ctx, "could not store the release of partitions", "group", s.engine.cfg.Group, "error", err)
+		s.consumer.cfg.Logger.WarnContext(ctx, "could not store the release of partitions", "group", s.consumer.cfg.Group, "error", err)
 	}
 }

@@ -35,8 +35,8 @@ func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored ded
 		return
 	}
 	quote := func(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
-	c.engine.cfg.Logger.WarnContext(ctx, "the stored ID rule stays in effect, not the one of Config: with another ID a redelivered message would have a second effect. To switch, stop all consumers of the name and run: "+
-		"outbox-relay consumer id-rule "+quote(name)+" --set "+quote(wanted.String())+" --why REASON", "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
+	c.cfg.Logger.WarnContext(ctx, "the stored ID rule stays in effect, not the one of Config: with another ID a redelivered message would have a second effect. To switch, stop all consumers of the name and run: "+
+		"outbox-relay consumer id-rule "+quote(name)+" --set "+quote(wanted.String())+" --why REASON", "group", c.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
 }
 
 // reservedScope is the prefix of the scopes of IDs that the engine derives. A producer that could
@@ -53,9 +53,9 @@ var (
 
 // identify sets the ID of a message from its headers. A message without one keeps no ID if
 // Config.IDFunc is to be asked: see askIDs. It marks messages that must be parked.
-func (e *engine) identify(m *Message, sources []dedup.IDSource) {
-	if size := m.size(); size > e.cfg.MessageBytesMax {
-		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, e.cfg.MessageBytesMax))
+func (c *Consumer) identify(m *Message, sources []dedup.IDSource) {
+	if size := m.size(); size > c.cfg.MessageBytesMax {
+		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.cfg.MessageBytesMax))
 	}
 	if len(m.Headers) > headersMax {
 		m.unknowable(fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax))
@@ -67,21 +67,21 @@ func (e *engine) identify(m *Message, sources []dedup.IDSource) {
 		m.unknowable(err)
 	case len(raw) > 0:
 		m.name(raw)
-	case e.cfg.IDFunc == nil:
+	case c.cfg.IDFunc == nil:
 		m.name(nil)
 	}
 }
 
 // askIDs asks Config.IDFunc for the IDs of messages without one, under the limits of a handler. A
 // message on which it panics is parked.
-func (e *engine) askIDs(ctx context.Context, t *tx, msgs []*Message) *failure {
+func (c *Consumer) askIDs(ctx context.Context, t *tx, msgs []*Message) *failure {
 	for _, m := range msgs {
 		if m.named {
 			continue
 		}
 		t.turn(m)
 		given, raw := *m, []byte(nil) // the function may still use it when m is handled
-		err := guard(func() error { raw = e.cfg.IDFunc(&given); return nil })
+		err := guard(func() error { raw = c.cfg.IDFunc(&given); return nil })
 		if ctx.Err() != nil || !t.own(func() {
 			if err != nil {
 				m.unknowable(fmt.Errorf("Config.IDFunc: %w", err))
@@ -173,10 +173,10 @@ func (l *lane) sayPlain(msgs []*Message) {
 		if !m.plain || m.row != 0 {
 			continue
 		}
-		if hook := l.engine.cfg.Hooks.WithoutID; hook != nil {
+		if hook := l.p.consumer.cfg.Hooks.WithoutID; hook != nil {
 			l.hook(func() { hook(m) })
 		}
-		l.engine.warnPlain.Do(func() {
+		l.p.consumer.warnPlain.Do(func() {
 			l.log(slog.LevelWarn, "messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once",
 				"offset", m.Offset, "headers", len(m.Headers))
 		})

@@ -10,54 +10,57 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/internal/say"
 )
 
-// lane handles the messages of a partition in order, transaction by transaction, until each is
-// handled or parked. A partition has one lane, and one more for each worker if messages are handled
-// in parallel. docs/design.md has the table of its states.
+// lane handles shares of a partition's messages, in order, transaction by transaction, until each
+// message is handled, parked or postponed. docs/design.md has the table of its states.
 type lane struct {
-	engine *engine
-	ctx    context.Context //nolint:containedctx // the life of the lane; when it ends, transactions roll back
-	// stopping: once closed, no further transaction and no further attempt begins.
-	stopping <-chan struct{}
-
-	work  work   // except its messages
-	scope string // the consumer's name
-	alias string // what the topic is called in IDs
-	// idSources are the headers that carry the messages' IDs.
-	idSources []dedup.IDSource
-	breaker   *breaker
-	suspects  *atomic.Int64   // messages that the last holder may have been handling when it ended
-	back      map[string]bool // keys whose message was set back during a release
-	troubled  bool            // the position says why it does not continue
-	loads     int             // failed attempts to load the held keys
-	size      int             // of the next batch: see pace
-
-	committed func(last *Message, out outcome)
-	// refused is called when the position was refused: the lane stops, and the partition is acquired
-	// again.
-	refused func(f *failure)
-	over    bool // it was
-	// later is what a worker must postpone of its share; nil: the lane itself waits.
-	later *postponed
-
-	does  laneState
-	noted func(who any, does laneState) // called when does has changed; nil with Deliver
+	p        *partition
+	asks     *atomic.Int32   // batches that ask before one is taken as fresh: see begin
+	size     int             // of the next batch: see pace
+	later    *postponed      // what waits of the share
+	back     map[string]bool // keys whose message was set back during a release
+	troubled bool            // the position says why it does not continue
+	does     laneState
 
 	said     say.Lines
 	problems []string // that keep messages from being handled
 }
 
-func (l *lane) stopped() bool {
-	select {
-	case <-l.stopping:
-		return true
-	default:
-		return l.over || l.ctx.Err() != nil
+func (p *partition) newLane() *lane {
+	return &lane{p: p, size: min(batchBegins, p.consumer.cfg.BatchMax), does: laneState{state: StateRunning}, asks: newAsks()}
+}
+
+// work handles shares until the partition stops.
+func (l *lane) work() {
+	p := l.p
+	defer p.stop() // a goroutine that ended would leave its keys waiting
+	for !p.stopped() {
+		var next share
+		if !p.queue.isHalted() {
+			next = p.workers.take(p.consumer.cfg.Workers, l.batch())
+		}
+		if len(next.lines) == 0 {
+			select {
+			case <-p.stopping:
+			case <-p.workers.wake:
+			}
+			continue
+		}
+		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}
+		if len(next.dues) > 0 {
+			if err := l.release(p.ctx, next.dues); err == nil {
+				signal(p.looked) // there may be more
+			} else if !p.stopped() {
+				l.warn("could not read due parked messages; will retry", err)
+			}
+		} else if !l.process(next.msgs) {
+			return
+		}
+		p.workers.done(next, l.later)
 	}
 }
 
@@ -67,21 +70,21 @@ const batchBegins = 16
 
 // batch is the size of the next transaction.
 func (l *lane) batch() int {
-	if l.engine.alone.Load() {
+	if l.p.consumer.alone.Load() {
 		return 1
 	}
-	return min(max(l.size, 1), l.engine.cfg.BatchMax)
+	return min(max(l.size, 1), l.p.consumer.cfg.BatchMax)
 }
 
 // pace adapts the size of the next transaction: it doubles as long as a transaction takes less than
 // BatchTimeMax, so that a stop or a rebalance never waits for more, nor repeats more.
 func (l *lane) pace(n int, took time.Duration) {
-	fits := int(float64(n) * float64(l.engine.cfg.BatchTimeMax) / float64(max(took, 1)))
+	fits := int(float64(n) * float64(l.p.consumer.cfg.BatchTimeMax) / float64(max(took, 1)))
 	switch {
 	case fits < l.size:
 		l.size = max(fits, 1)
 	case n >= l.size:
-		l.size = min(2*l.size, fits, l.engine.cfg.BatchMax)
+		l.size = min(2*l.size, fits, l.p.consumer.cfg.BatchMax)
 	}
 }
 
@@ -106,17 +109,17 @@ func (l *lane) finish(msgs []*Message) bool {
 		if msgs = l.inOrder(msgs); len(msgs) == 0 {
 			return true
 		}
-		if l.stopped() {
+		if l.p.stopped() {
 			return false
 		}
 		f := l.try(msgs)
 		if f == nil {
 			return true
 		}
-		if l.stopped() {
+		if l.p.stopped() {
 			return false
 		}
-		v := l.engine.verdict(f)
+		v := l.p.consumer.verdict(f)
 		if f.closes || f.lost && f.origin != originEngine && v == verdictWait && !l.mustTakeBack(f) {
 			// If that recurs with the same messages while the database answers, one of them ends its
 			// session, or spoils it. It is blamed only if it is alone.
@@ -156,16 +159,16 @@ func (l *lane) finish(msgs []*Message) bool {
 }
 
 // inOrder leaves out what waits for another message: a released one behind one that was set back, and
-// what a worker must postpone.
+// what is postponed.
 func (l *lane) inOrder(msgs []*Message) []*Message {
-	if len(l.back) == 0 && (l.later == nil || len(l.later.waits) == 0) {
+	if len(l.back) == 0 && len(l.later.waits) == 0 {
 		return msgs
 	}
 	return slices.DeleteFunc(slices.Clone(msgs), func(msg *Message) bool {
 		if msg.row != 0 {
 			return msg.Key != nil && l.back[string(msg.Key)]
 		}
-		return l.later != nil && l.later.takes(msg)
+		return l.later.takes(msg)
 	})
 }
 
@@ -180,23 +183,18 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 	next := l.judge(msgs[0], f, v)
 	switch {
 	case next.back:
-		if l.engine.holdsKeys() && msgs[0].Key != nil {
+		if l.p.consumer.holdsKeys() && msgs[0].Key != nil {
 			l.back[string(msgs[0].Key)] = true
 		}
 		return msgs[1:], true
-	case next.wait > 0 && l.later != nil && msgs[0].row == 0:
-		l.later.add(msgs[0], next, l.engine.holdsKeys())
+	case next.wait > 0 && msgs[0].row == 0:
+		l.later.add(msgs[0], next)
 		return msgs[1:], true
 	case next.wait > 0:
 		l.pause(next.wait)
+		return msgs[1:], !l.p.stopped() && l.finish(msgs[:1]) // it is tried again alone
 	}
-	if l.stopped() {
-		return nil, false
-	}
-	if len(msgs) == 1 || msgs[0].park != nil {
-		return msgs, true // it is tried again, or parked together with the following messages
-	}
-	return msgs[1:], l.finish(msgs[:1]) // it is tried again alone
+	return msgs, !l.p.stopped() // it is parked together with the following messages
 }
 
 // try handles messages once, in one transaction.
@@ -205,29 +203,29 @@ func (l *lane) try(msgs []*Message) *failure {
 		msgs[0].first = time.Now()
 	}
 	for _, msg := range msgs {
-		if l.suspects.Load() > 0 && msg.row == 0 && msg.park == nil {
+		if l.p.suspects.Load() > 0 && msg.row == 0 && msg.park == nil {
 			msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
 		}
 	}
-	w := l.work
-	w.msgs = msgs
-	out, f := l.engine.apply(l.ctx, &w)
+	c, p := l.p.consumer, l.p
+	w := &work{consumer: p.name, pos: p.pos, msgs: msgs, held: p.held, apart: c.cfg.Order != OrderByPartition, asks: l.asks}
+	out, f := c.apply(p.ctx, w)
 	if f != nil {
 		return f
 	}
-	l.work.held.free(out.unheld)
-	l.work.pos.set(w.stored)
+	p.held.free(out.unheld)
+	p.pos.set(w.stored)
 	l.works()
 	l.become(StateRunning, nil)
 	for _, parked := range out.parked {
 		if parked.Reason == reasonCrashed && parked.Retry {
-			l.suspects.Add(-1) // duplicates are none
+			l.p.suspects.Add(-1) // duplicates are none
 		}
 	}
 	for _, msg := range msgs {
 		msg.counted = false
 		if msg.blocks {
-			l.noted(msg, laneState{state: StateRunning})
+			l.p.noted(msg, laneState{state: StateRunning})
 		}
 	}
 	if l.troubled && w.released() {
@@ -235,12 +233,15 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	l.troubled = false
 	if !w.released() {
-		l.breaker.noteHandled(out.fresh)
+		l.p.breaker.noteHandled(out.fresh)
 		l.pace(len(msgs), out.claim+out.handle+out.commit)
 	}
-	l.committed(msgs[len(msgs)-1], out)
-	l.tell(&w, out)
-	crashpoint.At(l.ctx, crashpoint.ConsumerMarked)
+	if w.stored != nil {
+		p.marked(*w.stored)
+	}
+	p.committed(out)
+	l.tell(w, out)
+	crashpoint.At(l.p.ctx, crashpoint.ConsumerMarked)
 	return nil
 }
 
@@ -264,18 +265,18 @@ type next struct {
 
 // judge decides what happens to a message after a failed attempt.
 func (l *lane) judge(msg *Message, f *failure, v verdict) next {
-	cfg := &l.engine.cfg
+	cfg := &l.p.consumer.cfg
 	if v == verdictCount && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
 		msg.conflicts++
-		wait := l.engine.backoff(msg.conflicts)
+		wait := l.p.consumer.backoff(msg.conflicts)
 		l.become(StateRunning, f.err)
 		l.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
 		return next{wait: wait}
 	}
 	msg.conflicts = 0
 	if msg.park != nil { // parking it failed
-		l.blocked(msg, StateBlocked, &parking{reason: msg.park.reason, err: f.err, attempts: msg.attempts}, "message cannot be parked and blocks its partition", cfg.RetryMax)
-		return next{wait: cfg.RetryMax, pause: true}
+		why := &parking{reason: msg.park.reason, err: f.err, attempts: msg.attempts}
+		return l.block(msg, StateBlocked, why, "message cannot be parked and blocks its partition", next{wait: cfg.RetryMax, pause: true})
 	}
 	if !msg.counted {
 		msg.attempts++
@@ -289,7 +290,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 		msg.first = time.Now()
 	}
 	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax
-	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: l.engine.backoff(msg.attempts)}
+	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: l.p.consumer.backoff(msg.attempts)}
 	var later *retryAfterError
 	if errors.As(f.err, &later) {
 		why.wait = max(why.wait, later.after)
@@ -303,52 +304,56 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 		l.become(StateRunning, nil) // the database answers, and nothing waits for the message
 		l.setBack(msg, why)
 		return next{back: true}
+	case cfg.OnFailure == OnFailureBlock && v == verdictPark: // only a new version of the handler can help
+		why.wait = cfg.RetryMax
+		fallthrough
 	case cfg.OnFailure == OnFailureBlock:
-		wait := why.wait
-		if v == verdictPark {
-			wait = cfg.RetryMax // only a new version of the handler can help
-		}
-		l.blocked(msg, StateBlocked, why, "message fails and blocks its partition until it succeeds", wait)
-		return next{wait: wait}
+		return l.block(msg, StateBlocked, why, "message fails and blocks its partition until it succeeds", next{wait: why.wait})
 	case !final && why.wait < inPlaceMax-time.Since(msg.first):
 		l.become(StateRunning, f.err)
 		l.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
 		return next{wait: why.wait}
+	}
+	return l.park(msg, why)
+}
+
+// park marks a message to be parked, unless too many are.
+func (l *lane) park(msg *Message, why *parking) next {
+	cfg, tombstone := &l.p.consumer.cfg, errors.Is(why.err, errTombstone)
+	switch {
 	case !msg.named:
-		msg.unknowable(f.err)
+		msg.unknowable(why.err)
 		why.retry = false
-	case !l.breaker.allows() && !errors.Is(f.err, errTombstone):
+	case !tombstone && !l.p.breaker.allows():
 		msg.attempts-- // it says more about what the handler needs than about the message
-		wait := max(why.wait, cfg.RetryMax)
-		l.blocked(msg, StatePausedByBreaker, why,
-			fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and retries", cfg.ParkShareMax, breakerWindow), wait)
-		return next{wait: wait, pause: true}
+		text := fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and retries", cfg.ParkShareMax, breakerWindow)
+		return l.block(msg, StatePausedByBreaker, why, text, next{wait: max(why.wait, cfg.RetryMax), pause: true})
 	default:
 		msg.park = why
 	}
-	if !errors.Is(f.err, errTombstone) {
-		l.breaker.noteParked()
+	if !tombstone {
+		l.p.breaker.noteParked()
 	}
 	if why.retry {
-		l.report(msg, "message failed and waits in parked_messages for its next attempt", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
+		l.report(msg, "message failed and waits in parked_messages for its next attempt", why.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
 	} else {
-		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
+		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), why.err, "attempts", msg.attempts, "reason", why.reason)
 	}
 	return next{}
 }
 
-// fenced stops the lane: its partition is acquired again. It returns false.
+// fenced stops the partition, which is acquired again. It returns false.
 func (l *lane) fenced(f *failure) bool {
-	l.over = true
+	l.p.stop()
 	l.become(StateFenced, f.err)
-	l.refused(f)
+	l.p.refused(f)
 	return false
 }
 
 // mustTakeBack: without claims only the position shows whether a COMMIT without an answer was applied.
 // Acquiring the position again also fences that COMMIT if it is still in progress.
 func (l *lane) mustTakeBack(f *failure) bool {
-	return l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit
+	return l.p.consumer.cfg.Dedup == DedupByPosition && f.origin == originCommit
 }
 
 // wait pauses after a failure that no message caused. It returns false if the lane must stop.
@@ -356,7 +361,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if l.mustTakeBack(f) {
 		return l.fenced(f)
 	}
-	wait, text := l.engine.backoff(waits), "partition waits for the database; nothing is lost"
+	wait, text := l.p.consumer.backoff(waits), "partition waits for the database; nothing is lost"
 	if errors.Is(f.err, errPool) {
 		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
 	}
@@ -367,12 +372,12 @@ func (l *lane) wait(waits int, f *failure) bool {
 	state := StateWaitingForDatabase
 	if errors.Is(f.err, errManyAbandoned) {
 		state = StateBlocked
-	} else if waits < waitsStored && l.engine.verdict(f) == verdictRepeat {
+	} else if waits < waitsStored && l.p.consumer.verdict(f) == verdictRepeat {
 		state = StateRunning // a conflict with a concurrent transaction is not an outage
 	}
 	l.become(state, f.err)
 	l.pause(wait)
-	return !l.stopped()
+	return !l.p.stopped()
 }
 
 // waitsStored is after how many consecutive waits the reason is stored in the position, where
@@ -381,10 +386,10 @@ const waitsStored = 5
 
 // databaseAnswers reports whether the database answers on another connection.
 func (l *lane) databaseAnswers() bool {
-	ctx, cancel := context.WithTimeout(l.ctx, answerGrace)
+	ctx, cancel := context.WithTimeout(l.p.ctx, answerGrace)
 	defer cancel()
 	var primary bool
-	return l.engine.pool.QueryRow(ctx, l.engine.sql[primarySQL]).Scan(&primary) == nil && primary
+	return l.p.consumer.pool.QueryRow(ctx, l.p.consumer.sql[primarySQL]).Scan(&primary) == nil && primary
 }
 
 // pause waits for d, or until the lane must stop.
@@ -393,7 +398,7 @@ func (l *lane) pause(d time.Duration) {
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-	case <-l.stopping:
-	case <-l.ctx.Done():
+	case <-l.p.stopping:
+	case <-l.p.ctx.Done():
 	}
 }

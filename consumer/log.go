@@ -46,7 +46,7 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 	s.mu.Lock()
 	s.cluster = metadata.Cluster
 	s.mu.Unlock()
-	committed, err := admin.FetchOffsets(ctx, s.engine.cfg.Group)
+	committed, err := admin.FetchOffsets(ctx, s.consumer.cfg.Group)
 	if err != nil {
 		return answer, fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
 	}
@@ -56,7 +56,7 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 	for name, topic := range metadata.Topics {
 		answer.counts[name] = int32(len(topic.Partitions))
 		for number := range topic.Partitions {
-			if s.engine.cfg.Start == StartLatest && topic.Err == nil {
+			if s.consumer.cfg.Start == StartLatest && topic.Err == nil {
 				keys = append(keys, topicPartition{name, number})
 			}
 		}

@@ -114,9 +114,10 @@ func (m *Message) String() string {
 // headersMax bounds the number of headers of a message, which are searched linearly.
 const headersMax = 1000
 
-// messages converts records of the lane's partition to messages, with one allocation for all
-// messages and one for all headers. topicID is zero if the broker does not support topic IDs.
-func (l *lane) messages(records []queued, topicID uuid.UUID) []*Message {
+// messages converts records of the partition to messages, with one allocation for all messages and
+// one for all headers.
+func (p *partition) messages(records []queued) []*Message {
+	sources := p.name.IDRule().Sources()
 	n := 0
 	for _, r := range records {
 		n += len(r.record.Headers)
@@ -126,16 +127,18 @@ func (l *lane) messages(records []queued, topicID uuid.UUID) []*Message {
 		record, m := r.record, &slab[i]
 		*m = Message{
 			Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
-			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: topicID, record: record,
-			scope: l.scope, alias: l.alias, behind: r.behind,
+			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: p.topicID, record: record,
+			scope: p.scope, alias: p.alias, behind: r.behind,
 		}
 		begin := len(headers)
 		for _, h := range record.Headers {
 			headers = append(headers, Header{Name: h.Key, Value: h.Value})
 		}
 		m.Headers = headers[begin:len(headers):len(headers)]
+		if p.consumer.identify(m, sources); p.consumer.cfg.Order != OrderByPartition {
+			m = m.alone()
+		}
 		msgs[i] = m
-		l.engine.identify(m, l.idSources)
 	}
 	return msgs
 }

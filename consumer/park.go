@@ -131,7 +131,7 @@ func (h *heldKeys) free(keys [][]byte) {
 }
 
 // queuePark adds the statements that park messages, except those that became dead letters.
-func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
+func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
 	var keysBehind, keys, payloads [][]byte
 	var ids [][16]byte
 	var topics, headers, reasons, errs, states []string
@@ -146,7 +146,7 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 		case p.letter:
 			continue
 		case p.row != 0:
-			batch.Queue(e.sql[setBackSQL], p.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
+			batch.Queue(c.sql[setBackSQL], p.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
 			continue
 		case p.behind:
 			hash := sha256.Sum256(p.Key)
@@ -166,9 +166,9 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 		return
 	}
 	if len(keysBehind) > 0 {
-		batch.Queue(e.sql[touchHeadsSQL], consumer.ID(), topics[0], partitions[0], keysBehind)
+		batch.Queue(c.sql[touchHeadsSQL], consumer.ID(), topics[0], partitions[0], keysBehind)
 	}
-	batch.Queue(e.sql[parkSQL], consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states, waits)
+	batch.Queue(c.sql[parkSQL], consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states, waits)
 }
 
 // headersText is the stored form of headers, as in the outbox. If JSON cannot hold a name, all

@@ -9,36 +9,44 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// partition is one goroutine that handles the records of a partition in order, batch by batch, or
-// passes them to workers.
+// partition is a partition that this consumer holds. Its dispatcher gives the records of the queue to
+// lanes: one with OrderByPartition, otherwise Config.Workers.
 type partition struct {
-	engine  *engine // the consumer's
-	lane    *lane
-	queue   *queue
-	pos     *position
-	topicID uuid.UUID
-	marked  func(next int64) // called when all before next is done
-
-	// For the partition's state: whether an operator paused it, and what does not run. Guarded by
-	// the session's mutex.
-	paused bool
-	lanes  map[any]laneState // lanes, and messages that block
-
+	consumer *Consumer
+	ctx      context.Context //nolint:containedctx // the life of the partition; when it ends, transactions roll back
 	cancel   context.CancelFunc
-	stopping chan struct{} // closed: no further batch, no further attempt
+	stopping chan struct{} // closed: no further transaction, no further attempt
 	once     sync.Once
 	done     chan struct{}
 
-	during    uint64        // this poll, and earlier ones, may return records that were fetched before the partition began
-	looked    chan struct{} // buffers one signal: parked messages are due
-	idleEvery time.Duration
-	idle      *time.Ticker
+	pos     *position
+	topicID uuid.UUID
+	name    dedup.Consumer // the consumer's name, registered; scope is its text
+	scope   string
+	alias   string // what the topic is called in IDs
+	queue   *queue
+	workers *workers
+	lane    *lane // the dispatcher's
+	held    *heldKeys
+	breaker *breaker
+	// suspects are messages that the last holder may have been handling when it ended.
+	suspects atomic.Int64
 
+	marked    func(next int64)              // called when all before next is done
+	committed func(out outcome)             // called after each transaction
+	refused   func(f *failure)              // called when the position was refused: the partition ends, and is acquired again
+	noted     func(who any, does laneState) // called when the state of a lane has changed
+	paused    bool                          // by an operator; the session's mutex guards this and lanes
+	lanes     map[any]laneState             // lanes, and messages that block, unless they run
+
+	during   uint64                    // this poll, and earlier ones, may return records that were fetched before the partition began
+	looked   chan struct{}             // buffers one signal: parked messages are due
 	lookedAt struct{ seen, end int64 } // what the watchdog saw last
 
 	finite bool // the records come from Deliver: the partition ends behind the last one
@@ -50,149 +58,135 @@ const idleEvery = 10 * time.Second
 
 // newPartition returns a partition that does not run yet. client is nil if the records come from
 // Deliver. The partition outlives the callback that starts it and the poll loop that feeds it: stop
-// ends it.
+// ends it. If the last holder ended without a clean release and without finishing any message, the
+// messages that it may have been handling are suspects.
 func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *position, topicID uuid.UUID) *partition {
-	ctx, cancel := context.WithCancel(ctx)
 	p := &partition{
-		engine: c.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[any]laneState{}, idleEvery: c.idleEvery,
-		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1), marked: func(int64) {},
+		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
+		pos: pos, topicID: topicID, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
+		queue: newQueue(client, pos.topic, pos.partition, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
+		marked: func(int64) {}, committed: func(outcome) {}, noted: func(any, laneState) {}, lanes: map[any]laneState{}, looked: make(chan struct{}, 1),
 	}
-	p.queue = newQueue(client, pos.topic, pos.partition, c.engine.cfg.BatchMax)
-	p.lane = c.newLane(ctx, pos, p.stopping)
-	p.lane.noted = func(any, laneState) {}
-	p.lane.committed = func(last *Message, out outcome) {
-		if last.row == 0 && !out.apart {
-			p.marked(last.next())
-		}
+	p.ctx, p.cancel = context.WithCancel(ctx)
+	p.workers, p.lane = newWorkers(c.cfg.Order, c.cfg.BatchMax), p.newLane()
+	if pos.stuck > 0 && c.cfg.OnFailure != OnFailureBlock {
+		p.suspects.Store(int64(p.lane.size * c.cfg.Workers))
+		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", p.suspects.Load())
 	}
 	return p
-}
-
-// newLane returns the lane of a partition. If the last holder ended without a clean release and
-// without finishing any message, the messages that it may have been handling are suspects.
-func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
-	cfg := &c.engine.cfg
-	l := &lane{
-		engine: c.engine, ctx: ctx, stopping: stopping, does: laneState{state: StateRunning}, size: min(batchBegins, cfg.BatchMax),
-		scope: c.names[pos.topic], alias: cfg.alias(pos.topic), idSources: c.ids[pos.topic].IDRule().Sources(),
-		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), asks: newAsks()},
-		breaker: newBreaker(cfg.ParkShareMax), suspects: &atomic.Int64{},
-	}
-	if pos.stuck > 0 && cfg.OnFailure != OnFailureBlock {
-		l.suspects.Store(int64(l.size * cfg.Workers))
-		l.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", l.suspects.Load())
-	}
-	return l
 }
 
 func (p *partition) key() topicPartition { return topicPartition{p.queue.topic, p.queue.partition} }
 
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 
-// handleUntilStopped handles messages. exited is called if a user's function ended the goroutine.
-func (p *partition) handleUntilStopped(exited func(error)) {
-	defer close(p.done)
-	defer p.cancel()
-	returned := false
-	defer func() {
-		if !returned {
-			exited(errGoexit)
-		}
-	}()
-	p.consume()
-	returned = true
+func (p *partition) stopped() bool {
+	select {
+	case <-p.stopping:
+		return true
+	default:
+		return p.ctx.Err() != nil
+	}
 }
 
-func (p *partition) consume() {
+// run handles messages until the partition is stopped, or, with Deliver, until all are done.
+func (p *partition) run() {
+	defer close(p.done)
+	defer p.cancel()
 	for waits := 1; ; waits++ {
-		err := p.lane.loadHeld(p.lane.ctx)
+		err := p.loadHeld(waits)
 		if err == nil {
 			break
 		}
-		if p.lane.stopped() || !p.lane.wait(waits, engineFailure(err)) {
+		if p.stopped() || !p.lane.wait(waits, engineFailure(err)) {
 			return
 		}
 	}
 	p.lane.become(StateRunning, nil)
-	p.idle = time.NewTicker(p.idleEvery)
-	defer p.idle.Stop()
 	if p.finite {
-		p.requestRelease() // what is due comes first
+		signal(p.looked) // what is due comes first
 	}
-	if p.engine.cfg.Order == OrderByPartition {
-		p.serve()
-		return
+	var running sync.WaitGroup
+	for range p.consumer.cfg.Workers {
+		running.Go(p.newLane().work)
 	}
-	newWorkers(p, p.engine.cfg.BatchMax).run(p.engine.cfg.Workers)
+	finished := p.dispatch()
+	p.stop()
+	running.Wait()
+	if p.ctx.Err() == nil {
+		p.ended = p.advanceDone() && finished && p.pos.next.Load() >= p.workers.low().behind
+	}
 }
 
-// serve handles one batch after the other, and in between the parked messages that are due, until the
-// partition must stop.
-func (p *partition) serve() {
-	for ok := true; ok && !p.lane.stopped(); {
+// dispatch distributes messages until the partition must stop. While no message is in progress it
+// does not wake up to store the position. It returns whether everything is done that Deliver got.
+func (p *partition) dispatch() (finished bool) {
+	advance, idle := time.NewTicker(advanceEvery), time.NewTicker(p.consumer.idleEvery)
+	advance.Stop()
+	defer advance.Stop()
+	defer idle.Stop()
+	ticking := false
+	for ok := true; ok; {
+		for !p.workers.full(p.consumer.cfg.Workers) {
+			batch := p.messages(p.queue.pop(p.consumer.cfg.BatchMax))
+			if len(batch) == 0 {
+				break
+			}
+			p.workers.add(batch)
+			if !ticking && p.consumer.cfg.Order != OrderByPartition {
+				ticking = true
+				advance.Reset(advanceEvery)
+			}
+		}
+		signal(p.workers.wake) // the topic may have been resumed
+		if p.finite && len(p.looked) == 0 && p.workers.idle() && p.queue.empty() {
+			list, err := p.due()
+			if err != nil || len(list) == 0 {
+				return err == nil
+			}
+			signal(p.looked)
+		}
 		select {
+		case <-p.queue.arrived:
+		case <-p.workers.room:
 		case <-p.looked:
 			ok = p.release()
-		default:
-		}
-		if batch := p.queue.pop(p.lane.batch()); ok && len(batch) > 0 {
-			ok = p.lane.process(p.lane.messages(batch, p.topicID))
-		} else if ok && p.finite {
-			ok = p.finish()
-		} else if ok {
-			ok = p.rest()
+		case <-advance.C:
+			if ok = p.advanceDone(); p.workers.idle() && p.pos.next.Load() >= p.workers.low().behind {
+				ticking = false
+				advance.Stop()
+			}
+		case <-idle.C:
+			ok = !p.workers.idle() || p.advanceIdle()
+		case <-p.stopping:
+			return false
+		case <-p.ctx.Done():
+			return false
 		}
 	}
+	return false
 }
 
-// rest waits for records, due parked messages or the idle tick.
-func (p *partition) rest() bool {
-	select {
-	case <-p.stopping:
-	case <-p.queue.arrived:
-	case <-p.looked:
-		return p.release()
-	case <-p.idle.C:
-		return p.advanceIdle()
-	}
-	return true
-}
-
-// release retries due parked messages and the messages behind them, and asks for another release if
-// there may be more. It returns false if the partition must stop.
+// release gives parked messages that are due to the lanes. It returns false if the partition must
+// stop.
 func (p *partition) release() bool {
 	if p.queue.isHalted() {
 		return true
 	}
-	list, err := p.lane.due(p.lane.ctx)
-	if err == nil && len(list) > 0 {
-		if err = p.lane.release(p.lane.ctx, list); err == nil {
-			p.requestRelease() // there may be more
-		}
-	}
-	if err != nil && !p.lane.stopped() {
+	list, err := p.due()
+	if err != nil {
 		p.lane.warn("could not read due parked messages; will retry", err)
+		return !p.stopped()
 	}
-	return !p.lane.stopped()
-}
-
-// finish retries what is due behind the last record. It returns false when nothing is.
-func (p *partition) finish() bool {
-	list, err := p.lane.due(p.lane.ctx)
-	if err != nil || len(list) == 0 {
-		p.ended = err == nil
-		return false
-	}
-	p.requestRelease()
+	p.workers.release(list)
 	return true
 }
 
-// requestRelease asks for a release.
-func (p *partition) requestRelease() {
-	select {
-	case p.looked <- struct{}{}:
-	default:
-	}
+// advanceDone stores the offset up to which all messages are done, unless their transactions did. It
+// returns false if the partition must stop.
+func (p *partition) advanceDone() bool {
+	low := p.workers.low()
+	return low.behind <= p.pos.next.Load() || low.behind == 0 || p.advance(low)
 }
 
 // advanceIdle stores a position after control records that no message follows. It returns false if
@@ -208,11 +202,11 @@ func (p *partition) advanceIdle() bool {
 // advance stores a position outside of the transactions that handled the messages. It returns false
 // if the partition must stop.
 func (p *partition) advance(to passed) bool {
-	e := p.engine
-	ctx, cancel := e.bounded(p.lane.ctx)
+	c := p.consumer
+	ctx, cancel := c.bounded(p.ctx)
 	defer cancel()
 	var stored *int64
-	err := e.pool.QueryRow(ctx, e.sql[advanceApartSQL], e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), to.behind, to.at, p.pos.server).Scan(&stored)
+	err := c.pool.QueryRow(ctx, c.sql[advanceApartSQL], c.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), to.behind, to.at, p.pos.server).Scan(&stored)
 	f := engineFailure(err)
 	if errors.Is(err, pgx.ErrNoRows) {
 		// Only memory knows what workers have done, and the server may have lost it.
@@ -224,8 +218,8 @@ func (p *partition) advance(to passed) bool {
 		p.pos.set(stored)
 		p.marked(to.behind)
 		return true
-	case e.verdict(f) == verdictFenced:
+	case c.verdict(f) == verdictFenced:
 		return p.lane.fenced(f)
 	}
-	return p.lane.stopped() || p.lane.wait(1, f) // a position that is not stored now is stored later
+	return p.stopped() || p.lane.wait(1, f) // a position that is not stored now is stored later
 }

@@ -23,28 +23,26 @@ const loadDoubledMax = 7
 // loadHeld reads, after an acquisition, which keys are held: no earlier holder can commit any more. It
 // reads all parked messages of the partition, which may be millions: after each failed try the next
 // one gets twice the time.
-func (l *lane) loadHeld(ctx context.Context) error {
-	if !l.engine.holdsKeys() {
+func (p *partition) loadHeld(tries int) error {
+	c := p.consumer
+	if !c.holdsKeys() {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
+	ctx, cancel := context.WithTimeout(p.ctx, c.answerMax()<<min(tries-1, loadDoubledMax))
 	defer cancel()
-	l.loads++
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql[headsSQL], l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
-	if err != nil {
-		return fmt.Errorf("read parked keys: %w", err)
-	}
 	held := map[keyHash]struct{}{}
-	var hash []byte
-	_, err = pgx.ForEachRow(rows, []any{&hash}, func() error {
-		held[keyHash(hash)] = struct{}{}
-		return nil
-	})
+	rows, err := c.pool.Query(ctx, c.sql[headsSQL], p.name.ID(), p.pos.topic, p.pos.partition)
+	if err == nil {
+		var hash []byte
+		_, err = pgx.ForEachRow(rows, []any{&hash}, func() error {
+			held[keyHash(hash)] = struct{}{}
+			return nil
+		})
+	}
 	if err != nil {
 		return fmt.Errorf("read parked keys: %w", err)
 	}
-	l.work.held.add(held)
-	l.loads = 0
+	p.held.add(held)
 	return nil
 }
 
@@ -60,28 +58,29 @@ const dueMax = 1000
 
 // due lists parked messages that must be retried now. First it resets those that must wait for
 // another.
-func (l *lane) due(ctx context.Context) ([]due, error) {
-	ctx, cancel := l.engine.bounded(ctx)
+func (p *partition) due() ([]due, error) {
+	c := p.consumer
+	ctx, cancel := c.bounded(p.ctx)
 	defer cancel()
-	args := []any{l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition}
+	args := []any{p.name.ID(), p.pos.topic, p.pos.partition}
 	batch := &pgx.Batch{}
-	if l.engine.holdsKeys() {
-		batch.Queue(l.engine.sql[orderRetriesSQL], append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
+	if c.holdsKeys() {
+		batch.Queue(c.sql[orderRetriesSQL], append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
 			if tag.RowsAffected() > 0 {
-				l.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
+				p.lane.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
 			}
 			return nil
 		})
 	}
 	var list []due
-	batch.Queue(l.engine.sql[dueSQL], append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
+	batch.Queue(c.sql[dueSQL], append(args, dueMax, c.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
 			err = row.Scan(&d.seq, &d.hash, &d.tried)
 			return d, err
 		})
 		return err
 	})
-	if err := l.engine.pool.SendBatch(ctx, batch).Close(); err != nil {
+	if err := c.pool.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
 	return list, nil
@@ -91,7 +90,7 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 // tried before alone, others together. The attempt is counted and committed before it begins: a
 // message may end the process. Messages that are not done are chosen again when they are due.
 func (l *lane) release(ctx context.Context, list []due) error {
-	limit := l.engine.cfg.BatchMax
+	limit := l.p.consumer.cfg.BatchMax
 	if list[0].tried {
 		limit = 1
 	}
@@ -111,11 +110,11 @@ func (l *lane) release(ctx context.Context, list []due) error {
 	for _, msg := range msgs {
 		if msg.large {
 			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1}) //nolint:contextcheck // the lane has its own
-			l.back[string(msg.Key)] = msg.Key != nil && l.engine.holdsKeys()
-		} else if msg.attempts > l.engine.cfg.AttemptsMax && msg.counted {
+			l.back[string(msg.Key)] = msg.Key != nil && l.p.consumer.holdsKeys()
+		} else if msg.attempts > l.p.consumer.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
 			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts), attempts: msg.attempts}
-			l.report(msg, "message is "+l.engine.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
+			l.report(msg, "message is "+l.p.consumer.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
 		}
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
@@ -135,10 +134,10 @@ func (l *lane) uncount(msgs []*Message) {
 			rows = append(rows, msg.row)
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(l.ctx), answerGrace)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(l.p.ctx), answerGrace)
 	defer cancel()
 	if len(rows) > 0 {
-		_, _ = l.engine.pool.Exec(ctx, l.engine.sql[uncountSQL], rows) // otherwise they count as attempts that ended the process
+		_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[uncountSQL], rows) // otherwise they count as attempts that ended the process
 	}
 }
 
@@ -148,10 +147,10 @@ const releaseBytesMax = 16 << 20
 // released reads the messages to retry, and stores the time of the release: the IDs of messages
 // that they publish contain it.
 func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Message, error) {
-	ctx, cancel := l.engine.bounded(ctx)
+	ctx, cancel := l.p.consumer.bounded(ctx)
 	defer cancel()
 	behind := limit / max(len(seqs), 1) // for each due message, so that few messages are read and not handled
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql[releaseSQL], l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
+	rows, err := l.p.consumer.pool.Query(ctx, l.p.consumer.sql[releaseSQL], l.p.name.ID(), l.p.pos.topic, l.p.pos.partition, limit, releaseBytesMax, seqs, behind)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
@@ -164,7 +163,7 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 }
 
 func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
-	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope, alias: l.alias, named: true}
+	msg := &Message{Topic: l.p.pos.topic, Partition: l.p.pos.partition, scope: l.p.scope, alias: l.p.alias, named: true}
 	var id [16]byte
 	var topicID *[16]byte
 	var headers []byte
@@ -188,9 +187,9 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 
 // queueLock locks the parked rows: the transaction that locks a row handles its message. The
 // messages are claimed again, in case their claims were forgotten.
-func (e *engine) queueLock(batch *pgx.Batch, w *work, c *claimed) (decide func()) {
+func (c *Consumer) queueLock(batch *pgx.Batch, w *work, got *claimed) (decide func()) {
 	there := make(map[int64]bool, len(w.msgs))
-	batch.Queue(e.sql[lockParkedSQL], w.rows(w.msgs)).Query(func(rows pgx.Rows) error {
+	batch.Queue(c.sql[lockParkedSQL], w.rows(w.msgs)).Query(func(rows pgx.Rows) error {
 		var seq int64
 		_, err := pgx.ForEachRow(rows, []any{&seq}, func() error {
 			there[seq] = true
@@ -198,13 +197,13 @@ func (e *engine) queueLock(batch *pgx.Batch, w *work, c *claimed) (decide func()
 		})
 		return err
 	})
-	if e.cfg.Dedup == DedupByID {
-		e.claims.Queue(batch, w.consumer, claims(w.msgs))
+	if c.cfg.Dedup == DedupByID {
+		c.claims.Queue(batch, w.consumer, claims(w.msgs))
 	}
 	return func() {
-		c.fresh = make([]bool, len(w.msgs))
+		got.fresh = make([]bool, len(w.msgs))
 		for i, msg := range w.msgs {
-			c.fresh[i] = there[msg.row]
+			got.fresh[i] = there[msg.row]
 		}
 	}
 }
@@ -225,9 +224,9 @@ func (l *lane) setBack(msg *Message, why *parking) {
 	} else {
 		l.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
 	}
-	ctx, cancel := l.engine.bounded(l.ctx)
+	ctx, cancel := l.p.consumer.bounded(l.p.ctx)
 	defer cancel()
-	_, err := l.engine.pool.Exec(ctx, l.engine.sql[setBackSQL], msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
+	_, err := l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[setBackSQL], msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
 	if err != nil {
 		l.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
 	}

@@ -46,8 +46,8 @@ func (l *lane) log(level slog.Level, text string, attrs ...any) {
 			attrs[i] = readable(d)
 		}
 	}
-	l.engine.cfg.Logger.Log(l.ctx, level, text, append([]any{
-		"group", l.engine.cfg.Group, "topic", l.work.pos.topic, "partition", l.work.pos.partition,
+	l.p.consumer.cfg.Logger.Log(l.p.ctx, level, text, append([]any{
+		"group", l.p.consumer.cfg.Group, "topic", l.p.pos.topic, "partition", l.p.pos.partition,
 	}, attrs...)...)
 }
 
@@ -56,17 +56,14 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 	l.log(slog.LevelError, text, append([]any{"offset", msg.Offset, "id", msg.ID, "error", err}, attrs...)...)
 }
 
-// blocked records, in the log, in the status and in the database, that a message blocks its partition,
-// or its key if workers handle the partition.
-func (l *lane) blocked(msg *Message, state PartitionState, why *parking, text string, wait time.Duration) {
-	if l.later != nil {
-		msg.blocks = true
-		l.noted(msg, laneState{state, why.err})
-	} else {
-		l.become(state, why.err)
-	}
-	l.blocks(slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
+// block records, in the log, in the status and in the database, that a message blocks its partition,
+// its key, or only itself, by Config.Order.
+func (l *lane) block(msg *Message, state PartitionState, why *parking, text string, n next) next {
+	msg.blocks = true
+	l.p.noted(msg, laneState{state, why.err})
+	l.blocks(slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", n.wait)
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
+	return n
 }
 
 // store writes to the position why the partition does not continue. The next advance clears it.
@@ -79,20 +76,20 @@ func (l *lane) store(text string) {
 
 // storeTrouble writes a trouble to the position, or removes it (nil).
 func (l *lane) storeTrouble(text *string) {
-	ctx, cancel := l.engine.bounded(l.ctx)
+	ctx, cancel := l.p.consumer.bounded(l.p.ctx)
 	defer cancel()
-	pos := l.work.pos
-	_, _ = l.engine.pool.Exec(ctx, l.engine.sql[troubleSQL], l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, text)
+	pos := l.p.pos
+	_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[troubleSQL], l.p.consumer.cfg.Group, pos.topic, pos.partition, pos.epoch, text)
 }
 
 // hook calls a callback of the configuration in a separate goroutine: a callback that panics or calls
 // runtime.Goexit must not end the process, and one that does not return costs HandlerTimeout once:
 // until it returns, no hook is called. A stop waits for it for a second.
-func (l *lane) hook(call func()) { l.engine.hook(l.stopping, call) }
+func (l *lane) hook(call func()) { l.p.consumer.hook(l.p.stopping, call) }
 
 // hook reports whether it was called.
-func (e *engine) hook(stopping <-chan struct{}, call func()) bool {
-	if e.hooked.Load() > 0 {
+func (c *Consumer) hook(stopping <-chan struct{}, call func()) bool {
+	if c.hooked.Load() > 0 {
 		return false
 	}
 	result, done := errGoexit, make(chan struct{})
@@ -100,32 +97,32 @@ func (e *engine) hook(stopping <-chan struct{}, call func()) bool {
 		defer close(done)
 		result = guard(func() error { call(); return nil })
 	}()
-	limit := time.NewTimer(e.cfg.HandlerTimeout)
+	limit := time.NewTimer(c.cfg.HandlerTimeout)
 	defer limit.Stop()
 	for waits := true; waits; {
 		select {
 		case <-done:
 			if result != nil {
-				e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
+				c.cfg.Logger.Error("a hook failed", "group", c.cfg.Group, "error", result)
 			}
 			return true
 		case <-stopping:
 			stopping = nil
-			limit.Reset(min(commitGrace, e.cfg.HandlerTimeout))
+			limit.Reset(min(commitGrace, c.cfg.HandlerTimeout))
 		case <-limit.C:
 			waits = false
 		}
 	}
-	e.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", e.cfg.Group)
-	e.hooked.Add(1)
-	e.countAbandoned(done, func() { e.hooked.Add(-1) })
+	c.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", c.cfg.Group)
+	c.hooked.Add(1)
+	c.countAbandoned(done, func() { c.hooked.Add(-1) })
 	return true
 }
 
 // tell reports what a transaction committed to the hooks. It also logs messages that were parked
 // for another reason than a failure; failures are already in the log.
 func (l *lane) tell(w *work, out outcome) {
-	hooks, last := &l.engine.cfg.Hooks, w.msgs[len(w.msgs)-1]
+	hooks, last := &l.p.consumer.cfg.Hooks, w.msgs[len(w.msgs)-1]
 	if hooks.Processed != nil {
 		processed := Processed{
 			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked), Conflicts: out.conflicts,

@@ -165,9 +165,7 @@ func (l *lane) become(state PartitionState, err error) {
 		return
 	}
 	l.does = now
-	if l.noted != nil {
-		l.noted(l, now)
-	}
+	l.p.noted(l, now)
 }
 
 // noteLane records the state of a lane of a partition, or of a message that blocks. It changes nothing
@@ -207,7 +205,7 @@ func (s *session) noteWork(p *partition) {
 // Deliver.
 func (c *Consumer) Status() Status {
 	now := c.phase.Load()
-	status := Status{Group: c.engine.cfg.Group, Phase: now.phase, Partitions: []PartitionStatus{}}
+	status := Status{Group: c.cfg.Group, Phase: now.phase, Partitions: []PartitionStatus{}}
 	if now.err != nil {
 		status.Err = now.err.Error()
 	}
@@ -267,7 +265,7 @@ func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase
 
 // tellStates calls Hooks.State for each partition whose state has changed since the last call.
 func (s *session) tellStates() {
-	hook := s.engine.cfg.Hooks.State
+	hook := s.consumer.cfg.Hooks.State
 	if hook == nil {
 		return
 	}
@@ -285,7 +283,7 @@ func (s *session) tellStates() {
 		return topicPartition{a.Topic, a.Partition}.compare(topicPartition{b.Topic, b.Partition})
 	})
 	for i, change := range changes {
-		if !s.engine.hook(s.life.Done(), func() { hook(change) }) {
+		if !s.consumer.hook(s.life.Done(), func() { hook(change) }) {
 			s.mu.Lock()
 			s.untold = append(s.untold, changes[i:]...)
 			s.mu.Unlock()

@@ -33,7 +33,7 @@ func (s *session) watch(ctx context.Context) {
 	do := func(what string, f func(context.Context) error) {
 		if err := f(ctx); err != nil && ctx.Err() == nil {
 			if times, due := said.Due(what, false); due {
-				s.engine.cfg.Logger.WarnContext(ctx, "could not "+what+"; will retry", "group", s.engine.cfg.Group, "error", err, "times", times)
+				s.consumer.cfg.Logger.WarnContext(ctx, "could not "+what+"; will retry", "group", s.consumer.cfg.Group, "error", err, "times", times)
 			}
 		}
 	}
@@ -79,7 +79,7 @@ func (s *session) working() []*partition {
 
 // poll asks the database about all partitions at once, also about halted ones.
 func (s *session) poll(ctx context.Context) error {
-	e := s.engine
+	e := s.consumer
 	var list []*assignment
 	var workers []*partition
 	var topics []string
@@ -121,7 +121,7 @@ func (s *session) poll(ctx context.Context) error {
 		case f.back:
 			s.acquireLater(ctx, errWentBack.Error(), key)
 		case f.due && !f.paused && workers[f.place] != nil:
-			workers[f.place].requestRelease()
+			signal(workers[f.place].looked)
 		}
 	}
 	for i, p := range workers {
@@ -201,7 +201,7 @@ var errStuck = errors.New("records exist in the topic but do not arrive: rejoini
 func (s *session) look(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
-	logger, group := s.engine.cfg.Logger, s.engine.cfg.Group
+	logger, group := s.consumer.cfg.Logger, s.consumer.cfg.Group
 	s.mu.Lock()
 	for key, a := range s.assignments {
 		if a.state == StateHalted {
@@ -214,15 +214,15 @@ func (s *session) look(ctx context.Context) error {
 		return nil
 	}
 	var now time.Time // read before the ends: later records are not covered
-	if err := s.engine.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
+	if err := s.consumer.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
 		return fmt.Errorf("ask for the time: %w", err)
 	}
 	admin := kadm.NewClient(s.client)
-	ends, err := admin.ListEndOffsets(ctx, s.engine.cfg.Topics...)
+	ends, err := admin.ListEndOffsets(ctx, s.consumer.cfg.Topics...)
 	if err != nil {
 		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
-	stable, err := admin.ListCommittedOffsets(ctx, s.engine.cfg.Topics...)
+	stable, err := admin.ListCommittedOffsets(ctx, s.consumer.cfg.Topics...)
 	if err != nil {
 		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
@@ -259,7 +259,7 @@ func (s *session) look(ctx context.Context) error {
 	if len(topics) == 0 {
 		return nil
 	}
-	if _, err := s.engine.pool.Exec(ctx, s.engine.sql[caughtUpSQL], group, topics, numbers, epochs, now, delivered, nothing); err != nil {
+	if _, err := s.consumer.pool.Exec(ctx, s.consumer.sql[caughtUpSQL], group, topics, numbers, epochs, now, delivered, nothing); err != nil {
 		return fmt.Errorf("store that partitions are at their end: %w", err)
 	}
 	return nil
@@ -323,7 +323,7 @@ func (s *session) tellUnreadable(key topicPartition, err error) error {
 		setting, at = "raise Config.MessageBytesMax, or give kgo.MaxDecompressBatchBytes, and restart, or ", fmt.Sprint(large.NextOffset)
 	}
 	return halted(fmt.Errorf("records of %s/%d cannot be read: %w. To continue, %sset where to resume, which skips the records before that: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at %s --why '...'",
-		key.topic, key.partition, err, setting, s.engine.cfg.Group, key.topic, key.partition, at))
+		key.topic, key.partition, err, setting, s.consumer.cfg.Group, key.topic, key.partition, at))
 }
 
 // haltUnreadable ends the worker of a partition, and records the reason in the log, in its state
@@ -342,12 +342,12 @@ func (s *session) haltUnreadable(ctx context.Context, p *partition, problem erro
 	if !ours {
 		return // it was revoked
 	}
-	s.stop(ctx, []*partition{p}, min(s.engine.cfg.DrainMax, againDrainMax))
+	s.stop(ctx, []*partition{p}, min(s.consumer.cfg.DrainMax, againDrainMax))
 	s.commitMarks(ctx)
 	s.halt(key, problem, held{})
-	s.engine.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", problem)
-	bounded, cancel := s.engine.bounded(ctx)
+	s.consumer.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition, "error", problem)
+	bounded, cancel := s.consumer.bounded(ctx)
 	defer cancel()
 	// The error is ignored: the reason is already in the log.
-	_, _ = s.engine.pool.Exec(bounded, s.engine.sql[troubleSQL], s.engine.cfg.Group, key.topic, key.partition, p.pos.epoch, bounds.ErrorText(problem))
+	_, _ = s.consumer.pool.Exec(bounded, s.consumer.sql[troubleSQL], s.consumer.cfg.Group, key.topic, key.partition, p.pos.epoch, bounds.ErrorText(problem))
 }

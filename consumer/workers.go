@@ -8,17 +8,16 @@ import (
 	"time"
 )
 
-// workers handle the messages of one partition at the same time. With OrderByKey one of them at a
-// time handles the messages of a key, in order. With OrderUnordered any free one handles the next
-// message. The claims record what is done. The stored position follows the lowest message that is
-// not done, so that after a crash no message is missed and few are redelivered.
+// workers distribute the messages of one partition to its lanes. With OrderByPartition there is one
+// line of messages. With OrderByKey one lane at a time handles the messages of a key, in order. With
+// OrderUnordered any free one handles the next message. The claims record what is done. The stored
+// position follows the lowest message that is not done, so that after a crash no message is missed and
+// few are redelivered.
 type workers struct {
-	partition *partition
-	batchMax  int
-	wake      chan struct{} // buffers one signal: something can be taken
-	room      chan struct{} // buffers one signal: something was taken or done
-	failed    chan struct{} // closed when a worker ended
-	once      sync.Once
+	order    Order
+	batchMax int
+	wake     chan struct{} // buffers one signal: something can be taken
+	room     chan struct{} // buffers one signal: something was taken or done
 
 	mu        sync.Mutex
 	lines     map[keyHash]*line  // of the keys that have messages waiting or in progress
@@ -26,8 +25,8 @@ type workers struct {
 	waiting   int                // messages
 	bytes     int                // of these
 	paused    time.Time          // until then nothing is taken
-	retrying  int                // workers that retry parked messages
-	releasing map[int64]struct{} // parked messages that wait for a worker, or have one
+	retrying  int                // lanes that retry parked messages
+	releasing map[int64]struct{} // parked messages that wait for a lane, or have one
 
 	// In progress, in the order of their offsets: it does not wait for missing offsets (compacted,
 	// aborted).
@@ -36,19 +35,19 @@ type workers struct {
 	passed passed
 }
 
-// line is what waits for a worker: the messages of one key, or one without a key.
+// line is messages that wait for each other: of the partition, of a key, or one alone.
 type line struct {
 	hash  *keyHash // nil: no other message belongs to it
 	msgs  []*Message
 	dues  []due // parked messages, which come first
-	taken bool  // a worker has it
+	taken bool  // a lane has it, or it waits
 }
 
-// share is what a worker takes: messages, or one due parked message, and the lines that it holds.
+// share is what a lane takes: messages, or due parked messages, and the lines that it holds.
 type share struct {
 	lines []*line
 	msgs  []*Message
-	due   due // seq 0: none
+	dues  []due
 }
 
 // tracked is a message in progress, or one after it.
@@ -72,10 +71,9 @@ const (
 	trackedMax = 200_000
 )
 
-func newWorkers(p *partition, batchMax int) *workers {
+func newWorkers(order Order, batchMax int) *workers {
 	return &workers{
-		partition: p, batchMax: batchMax, wake: make(chan struct{}, 1), room: make(chan struct{}, 1), failed: make(chan struct{}),
-		lines: map[keyHash]*line{}, releasing: map[int64]struct{}{},
+		order: order, batchMax: batchMax, wake: make(chan struct{}, 1), room: make(chan struct{}, 1), lines: map[keyHash]*line{}, releasing: map[int64]struct{}{},
 	}
 }
 
@@ -86,110 +84,40 @@ func signal(to chan struct{}) {
 	}
 }
 
-func (w *workers) run(n int) {
-	var running sync.WaitGroup
-	for range n {
-		lane := w.partition.lane.worker()
-		running.Go(func() { w.work(lane) })
+// alone copies a message into its own memory: the client reads many records into one buffer, and a
+// slow message must not keep that buffer alive.
+func (m *Message) alone() *Message {
+	own, record := *m, *m.record
+	buffer := make([]byte, 0, m.size())
+	keep := func(b []byte) []byte {
+		if b == nil {
+			return nil
+		}
+		begin := len(buffer)
+		buffer = append(buffer, b...)
+		return buffer[begin:len(buffer):len(buffer)]
 	}
-	finished := w.dispatch(n)
-	w.partition.stop()
-	running.Wait()
-	if w.partition.lane.ctx.Err() == nil {
-		w.partition.ended = w.advance() && finished && w.partition.pos.next.Load() >= w.low().behind
+	own.Key, own.Value = keep(m.Key), keep(m.Value)
+	own.Headers, record.Headers = make([]Header, len(m.Headers)), slices.Clone(record.Headers)
+	for n, header := range m.Headers {
+		own.Headers[n] = Header{Name: header.Name, Value: keep(header.Value)}
+		record.Headers[n].Value = own.Headers[n].Value
 	}
+	record.Key, record.Value = own.Key, own.Value
+	own.record = &record
+	return &own
 }
 
-// worker returns another lane of the partition. It shares everything with this one except the state
-// of a single transaction.
-func (l *lane) worker() *lane {
-	w := &lane{
-		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, breaker: l.breaker, suspects: l.suspects, size: l.size,
-		committed: l.committed, refused: l.refused, noted: l.noted, scope: l.scope, alias: l.alias, does: laneState{state: StateRunning},
-	}
-	w.work.apart, w.work.asks = true, newAsks()
-	return w
-}
-
-// dispatch distributes messages until the partition must stop or a worker ended. While no message is
-// in progress it does not wake up to store the position. It returns whether everything is done that
-// Deliver got.
-func (w *workers) dispatch(n int) (finished bool) {
-	p := w.partition
-	advance := time.NewTicker(advanceEvery)
-	advance.Stop()
-	defer advance.Stop()
-	ticking := false
-	for ok := true; ok; {
-		for !w.full(n) {
-			batch := alone(p.lane.messages(p.queue.pop(w.batchMax), p.topicID))
-			if len(batch) == 0 {
-				break
-			}
-			w.add(batch)
-			if !ticking {
-				ticking = true
-				advance.Reset(advanceEvery)
-			}
-		}
-		signal(w.wake) // the topic may have been resumed
-		if p.finite && len(p.looked) == 0 && w.idle() && p.queue.empty() && !p.finish() {
-			return p.ended
-		}
-		select {
-		case <-p.queue.arrived:
-		case <-w.room:
-		case <-p.looked:
-			ok = w.release()
-		case <-advance.C:
-			if ok = w.advance(); w.idle() && p.pos.next.Load() >= w.low().behind {
-				ticking = false
-				advance.Stop()
-			}
-		case <-p.idle.C:
-			ok = !w.idle() || p.advanceIdle()
-		case <-w.failed:
-			return false
-		case <-p.stopping:
-			return false
-		}
-	}
-	return false
-}
-
-// alone copies each message into its own memory: the client reads many records into one buffer, and
-// a slow message must not keep that buffer alive.
-func alone(msgs []*Message) []*Message {
-	for i, msg := range msgs {
-		own, record := *msg, *msg.record
-		buffer := make([]byte, 0, msg.size())
-		keep := func(b []byte) []byte {
-			if b == nil {
-				return nil
-			}
-			begin := len(buffer)
-			buffer = append(buffer, b...)
-			return buffer[begin:len(buffer):len(buffer)]
-		}
-		own.Key, own.Value = keep(msg.Key), keep(msg.Value)
-		own.Headers, record.Headers = make([]Header, len(msg.Headers)), slices.Clone(record.Headers)
-		for n, header := range msg.Headers {
-			own.Headers[n] = Header{Name: header.Name, Value: keep(header.Value)}
-			record.Headers[n].Value = own.Headers[n].Value
-		}
-		record.Key, record.Value = own.Key, own.Value
-		own.record = &record
-		msgs[i] = &own
-	}
-	return msgs
-}
-
-// line returns the line of a message; the caller holds the mutex.
-func (w *workers) line(hash []byte, keyed bool) *line {
-	if !keyed || w.partition.engine.cfg.Order == OrderUnordered {
+// line returns the line of a key; the caller holds the mutex.
+func (w *workers) line(hash []byte) *line {
+	var key keyHash // of the partition
+	switch {
+	case w.order == OrderByPartition:
+	case hash == nil || w.order == OrderUnordered:
 		return &line{}
+	default:
+		key = keyHash(hash)
 	}
-	key := keyHash(hash)
 	found := w.lines[key]
 	if found == nil {
 		found = &line{hash: &key}
@@ -199,8 +127,11 @@ func (w *workers) line(hash []byte, keyed bool) *line {
 }
 
 func (w *workers) lineOf(msg *Message) *line {
+	if msg.Key == nil || w.order != OrderByKey {
+		return w.line(nil)
+	}
 	hash := sha256.Sum256(msg.Key)
-	return w.line(hash[:], msg.Key != nil)
+	return w.line(hash[:])
 }
 
 // add adds messages, which follow all that were added before.
@@ -230,17 +161,8 @@ func (w *workers) offer(l *line) {
 	}
 }
 
-// release gives parked messages that are due to the workers.
-func (w *workers) release() bool {
-	if w.partition.queue.isHalted() {
-		return true
-	}
-	l := w.partition.lane
-	list, err := l.due(l.ctx)
-	if err != nil {
-		l.warn("could not read due parked messages; will retry", err)
-		return !l.stopped()
-	}
+// release adds parked messages that are due.
+func (w *workers) release(list []due) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, d := range list {
@@ -248,12 +170,11 @@ func (w *workers) release() bool {
 			continue
 		}
 		w.releasing[d.seq] = struct{}{}
-		to := w.line(d.hash, d.hash != nil)
+		to := w.line(d.hash)
 		to.dues = append(to.dues, d)
 		w.offer(to)
 	}
 	signal(w.wake)
-	return true
 }
 
 // full reports whether no more messages should be added for n workers.
@@ -270,34 +191,48 @@ func (w *workers) idle() bool {
 	return len(w.open) == 0 && len(w.releasing) == 0
 }
 
-// take returns what a worker does next; without lines: nothing can be taken. It is a fair part of the
-// waiting messages (what one of n workers takes, no other one can handle in parallel), or a parked
-// message: retries get at most half of the workers.
+// take returns what a lane does next; without lines: nothing can be taken. It is a fair part of the
+// waiting messages (what one of n lanes takes, no other one can handle in parallel), or of the parked
+// messages that are due: retries get at most half of the lanes. What was tried before is tried alone.
 func (w *workers) take(n, batch int) (s share) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if time.Now().Before(w.paused) {
 		return s
 	}
-	limit := min(max((w.waiting+n-1)/n, 1), batch)
+	part := func(all int) int { return min(max((all+n-1)/n, 1), batch) }
+	limit, limitDues := part(w.waiting), part(len(w.releasing))
 	kept := w.ready[:0]
-	for i, from := range w.ready {
+	for _, from := range w.ready {
+		some := 0
 		switch {
 		case from.taken || len(from.msgs)+len(from.dues) == 0: // it was offered twice
 			continue
-		case s.due.seq != 0 || len(s.msgs) >= limit, len(from.dues) > 0 && (len(s.msgs) > 0 || w.retrying >= max(n/2, 1)):
-			kept = append(kept, w.ready[i])
-			continue
-		case len(from.dues) > 0:
-			s.due, from.dues = from.dues[0], from.dues[1:]
-			w.retrying++
-		default:
-			some := min(limit-len(s.msgs), len(from.msgs))
+		case len(from.dues) > 0 && len(s.msgs) == 0 && (len(s.dues) > 0 || w.retrying < max(n/2, 1)):
+			for some < len(from.dues) && len(s.dues) < limitDues && (len(s.dues) == 0 || !from.dues[some].tried && !s.dues[0].tried) {
+				s.dues = append(s.dues, from.dues[some])
+				some++
+			}
+			from.dues = from.dues[some:]
+		case len(from.dues) == 0 && len(s.dues) == 0 && len(s.msgs) < limit:
+			switch tried := !from.msgs[0].first.IsZero(); {
+			case !tried:
+				some = min(limit-len(s.msgs), len(from.msgs))
+			case len(s.msgs) == 0:
+				some, limit = 1, 1
+			}
 			s.msgs = append(s.msgs, from.msgs[:some]...)
 			from.msgs = slices.Clone(from.msgs[some:]) // the line must not keep finished messages alive
 		}
+		if some == 0 {
+			kept = append(kept, from)
+			continue
+		}
 		from.taken = true
 		s.lines = append(s.lines, from)
+	}
+	if len(s.dues) > 0 {
+		w.retrying++
 	}
 	clear(w.ready[len(kept):])
 	if w.ready = kept; len(kept) == 0 {
@@ -315,19 +250,22 @@ func (w *workers) take(n, batch int) (s share) {
 	return s
 }
 
-// postponed is what must wait of a share: messages, the later ones of their keys, or everything.
+// postponed is what must wait of a share: messages, and the later ones of their lines, or everything.
 type postponed struct {
+	order Order
 	waits map[*Message]time.Duration
 	keys  map[string]bool
+	all   bool
 	pause time.Duration
 }
 
-func (p *postponed) add(msg *Message, n next, holdsKeys bool) {
+func (p *postponed) add(msg *Message, n next) {
 	p.waits[msg] = n.wait
 	if n.pause {
 		p.pause = n.wait
 	}
-	if holdsKeys && msg.Key != nil {
+	p.all = p.all || n.pause || p.order == OrderByPartition
+	if p.order == OrderByKey && msg.Key != nil {
 		p.keys[string(msg.Key)] = true
 	}
 }
@@ -335,7 +273,7 @@ func (p *postponed) add(msg *Message, n next, holdsKeys bool) {
 // takes postpones a message that must wait for another one.
 func (p *postponed) takes(msg *Message) bool {
 	_, waits := p.waits[msg]
-	if !waits && (p.pause > 0 || msg.Key != nil && p.keys[string(msg.Key)]) {
+	if !waits && (p.all || msg.Key != nil && p.keys[string(msg.Key)]) {
 		p.waits[msg], waits = 0, true
 	}
 	return waits
@@ -347,6 +285,9 @@ func (w *workers) done(s share, later *postponed) {
 	defer w.mu.Unlock()
 	for _, from := range s.lines {
 		from.taken = false
+	}
+	if later.pause > 0 {
+		w.paused = time.Now().Add(later.pause)
 	}
 	waits := map[*line]time.Duration{}
 	for _, msg := range slices.Backward(s.msgs) { // they are in the order of their offsets
@@ -372,9 +313,6 @@ func (w *workers) done(s share, later *postponed) {
 			signal(w.wake)
 		})
 	}
-	if later.pause > 0 {
-		w.paused = time.Now().Add(later.pause)
-	}
 	n := 0
 	for ; n < len(w.open) && w.open[n].done; n++ {
 		w.passed = w.open[n].passed
@@ -383,9 +321,11 @@ func (w *workers) done(s share, later *postponed) {
 	if w.open = w.open[n:]; len(w.open) == 0 {
 		w.open = nil
 	}
-	if s.due.seq != 0 {
+	if len(s.dues) > 0 {
 		w.retrying--
-		delete(w.releasing, s.due.seq)
+	}
+	for _, d := range s.dues {
+		delete(w.releasing, d.seq)
 	}
 	signal(w.wake)
 	signal(w.room)
@@ -396,50 +336,4 @@ func (w *workers) low() passed {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.passed
-}
-
-// work is one worker: it handles shares until the lane stops.
-func (w *workers) work(l *lane) {
-	defer w.once.Do(func() { close(w.failed) })
-	for !l.stopped() {
-		var next share
-		if !w.partition.queue.isHalted() {
-			next = w.take(l.engine.cfg.Workers, l.batch())
-		}
-		if len(next.lines) == 0 {
-			select {
-			case <-w.partition.stopping:
-			case <-w.failed:
-				return
-			case <-w.wake:
-			}
-			continue
-		}
-		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}}
-		if next.due.seq != 0 {
-			w.retry(l, next.due)
-		} else if !l.process(next.msgs) {
-			return
-		}
-		w.done(next, l.later)
-	}
-}
-
-// retry retries a parked message, unless the topic is paused.
-func (w *workers) retry(l *lane, d due) {
-	if w.partition.queue.isHalted() {
-		return
-	}
-	if err := l.release(l.ctx, []due{d}); err == nil {
-		w.partition.requestRelease() // there may be more
-	} else if !l.stopped() {
-		l.warn("could not read due parked messages; will retry", err)
-	}
-}
-
-// advance stores the offset up to which all messages are done. It returns false if the partition
-// must stop.
-func (w *workers) advance() bool {
-	low := w.low()
-	return low.behind <= w.partition.pos.next.Load() || low.behind == 0 || w.partition.advance(low)
 }

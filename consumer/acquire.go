@@ -55,9 +55,8 @@ func (p *position) isHandled(offset int64) bool { return p.handled.contains(offs
 // hold is a partition to be acquired.
 type hold struct {
 	topicPartition
-	log     *topicLog // nil: the records do not come from Kafka
-	seen    *int64    // a position that was read before log
-	offsets []int64   // of the records passed to Deliver
+	log  *topicLog // nil: the records do not come from Kafka
+	seen *int64    // a position that was read before log
 }
 
 // held is a partition that was acquired, or why it could not be.
@@ -79,57 +78,21 @@ var (
 	errPaused   = errors.New("an operator paused the topic")
 )
 
-// begin acquires the partitions of an assignment and starts them. It returns where each is fetched.
-func (s *session) begin(ctx context.Context, keys []topicPartition) (map[topicPartition]int64, error) {
-	s.assigning.Lock()
-	defer s.assigning.Unlock()
-	slices.SortFunc(keys, topicPartition.compare)
-	var left []*partition // of an earlier assignment
-	s.mu.Lock()
-	for _, key := range keys {
-		a := &assignment{key: key, reached: -1, end: -1, mark: -1}
-		var why error
-		if before := s.assignments[key]; before != nil {
-			a.state, a.since, a.told = before.state, before.since, before.told
-			if before.state == StateWaiting {
-				why = before.err // it keeps the time since which it waits
-			}
-			if before.p != nil {
-				left = append(left, before.p)
-			}
-		}
-		s.assignments[key] = a
-		a.become(StateWaiting, why)
-	}
-	s.mu.Unlock()
-	if len(left) > 0 {
-		s.stop(ctx, left, 0)
-	}
-	taken, err := s.acquire(ctx, keys)
-	if err != nil {
-		return nil, err
-	}
-	begins := map[topicPartition]int64{}
-	for key, t := range taken {
-		begins[key] = s.start(ctx, key, t, 0)
-	}
-	return begins, nil
-}
-
-// again acquires assigned partitions again: an operator ordered where they resume, they had to wait,
-// they were refused, or the database lost commits. It ends their workers first. It does nothing for
-// a partition that was revoked.
-func (s *session) again(ctx context.Context, why string, keys ...topicPartition) {
+// acquire ends what runs of partitions, and begins them where decideStart says. why is empty for an
+// assignment. Otherwise an operator ordered where they resume, they had to wait, they were refused, or
+// the database lost commits. It does nothing for a partition that is not assigned, or while the session
+// closes: the next holder would treat it as a crash. It returns where each is fetched.
+func (s *session) acquire(ctx context.Context, why string, keys ...topicPartition) map[topicPartition]int64 {
 	s.assigning.Lock()
 	defer s.assigning.Unlock()
 	assigned, workers := s.takeWorkers(keys)
 	if len(assigned) == 0 {
-		return
+		return nil
 	}
 	s.pauseFetching(assigned)
 	if len(workers) > 0 {
 		for _, p := range workers {
-			s.consumer.cfg.Logger.InfoContext(ctx, "partition is acquired again", "group", s.consumer.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "why", why)
+			p.lane.log(slog.LevelInfo, "partition is acquired again", "why", why)
 		}
 		s.stop(context.WithoutCancel(ctx), workers, min(s.consumer.cfg.DrainMax, againDrainMax))
 		s.pauseFetching(assigned) // a worker may have resumed it while it ended
@@ -138,22 +101,23 @@ func (s *session) again(ctx context.Context, why string, keys ...topicPartition)
 	limited, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
-	taken, err := s.acquire(limited, assigned)
-	moved := false
+	taken, err := s.hold(limited, assigned)
+	begins, moved := map[topicPartition]int64{}, false
 	for _, key := range assigned {
-		t := taken[key]
+		t, during := taken[key], uint64(0)
 		if err != nil {
 			t = held{waits: err}
 		}
-		if t.waits == nil && t.decision.halt == nil {
+		if why != "" && t.waits == nil && t.decision.halt == nil {
 			s.setOffset(key, t.decision.at)
+			during, moved = s.polls.Load(), moved || t.decision.moved
 		}
-		s.start(ctx, key, t, s.polls.Load())
-		moved = moved || t.decision.moved
+		begins[key] = s.start(ctx, key, t, during)
 	}
 	if moved {
 		s.commitMarks(ctx) // at once: another program's offset behind it would look like a rewind
 	}
+	return begins
 }
 
 // takeWorkers returns those of the partitions that are assigned, and their workers, which end.
@@ -185,9 +149,9 @@ func (s *session) pauseFetching(keys []topicPartition) {
 	s.client.PauseFetchPartitions(list)
 }
 
-// acquire decides where partitions begin and stores that under a new epoch. It returns an error only
-// if the database or all brokers fail. If one partition gets no answer, its waits is the reason.
-func (s *session) acquire(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
+// hold decides where partitions begin and stores that under a new epoch. It returns an error only if
+// the database or all brokers fail. If one partition gets no answer, its waits is the reason.
+func (s *session) hold(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
 	answer, err := s.ask(ctx, keys)
@@ -384,7 +348,7 @@ func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held
 		partitions = math.MaxInt32
 	}
 	d := decideStart(known{
-		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions, offsets: h.offsets,
+		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions,
 		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
 	})
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
@@ -411,7 +375,7 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 	batch := &pgx.Batch{}
 	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2])
 	if len(contacts) > 0 {
-		batch.Queue(c.sql[contactSQL], contactArguments(group, contacts)...)
+		batch.Queue(c.sql[contactSQL], group, contacts)
 	}
 	batch.Queue(c.sql[metSQL], group, topics).Query(func(found pgx.Rows) error {
 		var topic string
@@ -446,12 +410,11 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 	return rows, met, nil
 }
 
-func nullable(id uuid.UUID) *[16]byte {
+func nullable(id uuid.UUID) *uuid.UUID {
 	if id == uuid.Nil {
 		return nil
 	}
-	raw := [16]byte(id)
-	return &raw
+	return &id
 }
 
 // storeHolds stores the decisions.
@@ -465,7 +428,7 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 		row, d := rows[h.topicPartition], taken[i].decision
 		one := map[string]any{
 			"topic": h.topic, "partition": h.partition, "epoch": row.epoch, "next": d.next, "stuck": taken[i].pos.stuck, "moved": d.moved, "ordered": d.ordered,
-			"handled_from": d.store.from, "handled_to": d.store.to, "rewound_from": d.store.rewound, "handled_by": c.ids[h.topic].ID(), "handled_rule": c.idRule(h.topic),
+			"handled_from": d.handled.from, "handled_to": d.handled.to, "rewound_from": d.handled.rewound, "handled_by": c.ids[h.topic].ID(), "handled_rule": c.idRule(h.topic),
 		}
 		if h.log != nil {
 			one["moved"] = d.moved || known{row: row, log: h.log}.recreated()

@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -143,74 +142,43 @@ func (s *session) commitMarks(ctx context.Context) {
 
 // contact is a topic with which this may be the group's first contact.
 type contact struct {
-	topic      string
-	topicID    uuid.UUID
-	partitions int32
-	rows       []firstPosition // to be stored together, before the partitions are acquired
+	Topic      string          `json:"topic"`
+	TopicID    *uuid.UUID      `json:"topic_id"`
+	Partitions int32           `json:"partitions"`
+	First      []firstPosition `json:"first"` // to be stored together, before the partitions are acquired
 }
 
 // firstPosition is where a partition of such a topic begins; nil: at its start, or at Kafka's
 // offset.
 type firstPosition struct {
-	partition int32
-	next      *int64
+	Partition int32  `json:"partition"`
+	Next      *int64 `json:"next"`
 }
 
 // contacts lists the topics whose first contact can be stored now. With StartLatest that needs an
-// answer about every partition.
+// answer about every partition. Config.Start counts only here: the group was already subscribed when
+// the first records of a recreated topic, or of a partition that was added later, arrived.
 func (a topicLogs) contacts(start Start) []contact {
-	byTopic := map[string]map[int32]*topicLog{}
+	byTopic := map[string]*contact{}
 	for key, log := range a.logs {
-		if byTopic[key.topic] == nil {
-			byTopic[key.topic] = map[int32]*topicLog{}
+		met := byTopic[key.topic]
+		if met == nil {
+			met = &contact{Topic: key.topic, TopicID: nullable(log.topicID), Partitions: a.counts[key.topic], First: []firstPosition{}}
+			byTopic[key.topic] = met
 		}
-		byTopic[key.topic][key.partition] = log
+		first := firstPosition{Partition: key.partition}
+		if origin := log.committed.origin(log); origin == commitNone || origin == commitStale {
+			first.Next = &log.end
+		}
+		if start == StartLatest {
+			met.First = append(met.First, first)
+		}
 	}
 	var contacts []contact
 	for _, topic := range slices.Sorted(maps.Keys(byTopic)) {
-		logs, count := byTopic[topic], a.counts[topic]
-		if start == StartLatest && len(logs) < int(count) {
-			continue
-		}
-		for _, log := range logs {
-			contacts = append(contacts, contact{topic: topic, topicID: log.topicID, partitions: count, rows: firstPositions(start, logs)})
-			break
+		if met := byTopic[topic]; start != StartLatest || len(met.First) == int(met.Partitions) {
+			contacts = append(contacts, *met)
 		}
 	}
 	return contacts
-}
-
-// firstPositions returns the positions to store at the group's first contact with a topic.
-// Config.Start counts only here: the group was already subscribed when the first records of a
-// recreated topic, or of a partition that was added later, arrived.
-func firstPositions(start Start, logs map[int32]*topicLog) []firstPosition {
-	if start != StartLatest {
-		return nil
-	}
-	rows := make([]firstPosition, 0, len(logs))
-	for number, log := range logs {
-		row := firstPosition{partition: number}
-		if origin := log.committed.origin(log); origin == commitNone || origin == commitStale {
-			row.next = &log.end
-		}
-		rows = append(rows, row)
-	}
-	slices.SortFunc(rows, func(a, b firstPosition) int { return cmp.Compare(a.partition, b.partition) })
-	return rows
-}
-
-func contactArguments(group string, contacts []contact) []any {
-	var topics, rowTopics []string
-	var ids, rowIDs []*[16]byte
-	var counts, numbers []int32
-	var nexts []*int64
-	for _, met := range contacts {
-		id := nullable(met.topicID)
-		topics, ids, counts = append(topics, met.topic), append(ids, id), append(counts, met.partitions)
-		for _, row := range met.rows {
-			rowTopics, rowIDs = append(rowTopics, met.topic), append(rowIDs, id)
-			numbers, nexts = append(numbers, row.partition), append(nexts, row.next)
-		}
-	}
-	return []any{group, topics, ids, counts, rowTopics, rowIDs, numbers, nexts}
 }

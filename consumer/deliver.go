@@ -52,11 +52,7 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 }
 
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
-	take := hold{topicPartition: key}
-	for _, record := range records {
-		take.offsets = append(take.offsets, record.Offset)
-	}
-	taken, err := c.hold(ctx, []hold{take}, nil)
+	taken, err := c.hold(ctx, []hold{{topicPartition: key}}, nil)
 	if err != nil {
 		return err
 	}

@@ -111,7 +111,7 @@ const ReleaseBytesMax = releaseBytesMax
 // Retake makes the running consumer decide again where a partition begins.
 func Retake(ctx context.Context, c *Consumer, topic string, partition int32) {
 	if s := c.session.Load(); s != nil {
-		s.again(ctx, "the test asks for it", topicPartition{topic, partition})
+		s.acquire(ctx, "the test asks for it", topicPartition{topic, partition})
 	}
 }
 

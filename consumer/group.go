@@ -13,7 +13,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkaclient"
-	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // session is one membership in the group: a client and the partitions that Kafka assigned to it.
@@ -208,9 +207,6 @@ func (s *session) arrived(poll uint64, fetched kgo.FetchTopicPartition) {
 	var p *partition
 	if a := s.assignments[key]; a != nil {
 		p, a.end = a.p, max(a.end, fetched.LastStableOffset)
-		if last := fetched.Records[len(fetched.Records)-1]; last.Offset >= a.unread.at {
-			a.unread = damage{}
-		}
 	}
 	s.mu.Unlock()
 	switch {
@@ -234,52 +230,40 @@ func (s *session) setOffset(key topicPartition, offset int64) {
 }
 
 // assigned is called by the client between the assignment of partitions and their first fetch. It
-// acquires them and returns where they resume: see decideStart.
-//
-// ctx ends with the assignment. The assignment waits while the database or the brokers are
-// unavailable. A single partition without an answer waits alone.
+// acquires them and returns where they resume: see decideStart. ctx ends with the assignment. A
+// partition that cannot be acquired yet is paused, and acquired later.
 func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	select {
 	case <-s.ready:
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
 	var keys []topicPartition
+	s.mu.Lock()
 	for topic, numbers := range offsets {
 		for number := range numbers {
-			keys = append(keys, topicPartition{topic, number})
+			key := topicPartition{topic, number}
+			keys = append(keys, key)
+			a := s.assignments[key]
+			if a == nil {
+				a = &assignment{key: key}
+				s.assignments[key] = a
+			}
+			a.reached, a.end, a.mark = -1, -1, -1
+			a.become(StateWaiting, nil)
 		}
 	}
-	for attempt := 1; ; attempt++ {
-		if s.isClosing() || len(keys) == 0 {
-			return offsets, nil // begin nothing: the next holder would treat it as a crash
-		}
-		begins, err := s.begin(ctx, keys)
-		if err == nil {
-			for key, offset := range begins {
-				// An offset and not "the start", even if the partition waits: the client tracks a
-				// partition only once it has an offset, and setOffset moves it.
-				offsets[key.topic][key.partition] = kgo.NewOffset().At(offset)
-			}
-			return offsets, nil
-		}
-		if ctx.Err() != nil && !s.isClosing() {
-			return nil, err
-		}
-		s.mu.Lock()
-		for _, key := range keys {
-			if a := s.assignments[key]; a != nil {
-				a.become(StateWaiting, err)
-			}
-		}
-		s.mu.Unlock()
-		wait := s.consumer.backoff(attempt)
-		s.consumer.cfg.Logger.WarnContext(ctx, "positions could not be acquired; the partitions wait", "group", s.consumer.cfg.Group, "error", err, "retry_in", readable(wait))
-		pause.For(ctx, wait)
+	s.mu.Unlock()
+	begins := s.acquire(ctx, "", keys...)
+	if ctx.Err() != nil && !s.isClosing() {
+		return nil, ctx.Err()
 	}
+	for key, offset := range begins {
+		// An offset and not "the start", even if the partition waits: the client tracks a partition
+		// only once it has an offset, and setOffset moves it.
+		offsets[key.topic][key.partition] = kgo.NewOffset().At(offset)
+	}
+	return offsets, nil
 }
 
 // revoked waits, for a bounded time, until the partitions have finished or rolled back their batch.

@@ -9,6 +9,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -137,7 +138,7 @@ func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selec
 	var topics, headers, reasons, errs, states []string
 	var partitions, attempts []int32
 	var offsets []int64
-	var topicIDs []*[16]byte
+	var topicIDs []*uuid.UUID
 	var times []time.Time
 	var waits []time.Duration
 	for _, p := range s.parked {

@@ -19,18 +19,18 @@ SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7)`
 // the topics, the same statement stores all positions: if two consumers start together, one decides
 // and the other waits for it here.
 const contactSQL = `-- consumer.contact
-WITH met AS (
+WITH topics AS (
+  SELECT * FROM pg_catalog.jsonb_to_recordset($2::jsonb) AS t (topic text, topic_id uuid, partitions int, first jsonb)
+), met AS (
   INSERT INTO effectonce.consumer_topics (consumer_group, topic, topic_id, partitions)
-  SELECT $1, t.topic, t.topic_id, t.partitions FROM unnest($2::text[], $3::uuid[], $4::int[]) AS t (topic, topic_id, partitions)
-  ORDER BY t.topic
+  SELECT $1, topic, topic_id, partitions FROM topics ORDER BY topic
   ON CONFLICT (consumer_group, topic) DO NOTHING
   RETURNING topic
 )
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, topic_id, partition, next_offset, held_offset, epoch)
-SELECT $1, t.topic, t.topic_id, t.partition, t.next, t.next, 0
-FROM unnest($5::text[], $6::uuid[], $7::int[], $8::bigint[]) AS t (topic, topic_id, partition, next)
-WHERE t.topic IN (SELECT topic FROM met)
-ORDER BY t.topic, t.partition
+SELECT $1, t.topic, t.topic_id, f.partition, f.next, f.next, 0
+FROM topics t JOIN met USING (topic) CROSS JOIN LATERAL pg_catalog.jsonb_to_recordset(t.first) AS f (partition int, next bigint)
+ORDER BY t.topic, f.partition
 ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 
 // metSQL reads how many partitions topics had at the group's first contact.

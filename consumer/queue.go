@@ -125,13 +125,12 @@ func (q *queue) empty() bool {
 	return len(q.waiting) == 0
 }
 
-// fail stops fetching permanently. It returns the offset after the last record that arrived.
-func (q *queue) fail() (at int64) {
+// fail stops fetching permanently.
+func (q *queue) fail() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.failed, q.paused = true, true
 	q.client.PauseFetchPartitions(map[string][]int32{q.topic: {q.partition}})
-	return q.seen
 }
 
 // handledAll reports whether everything that arrived is handled and stored.

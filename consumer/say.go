@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -76,7 +77,7 @@ func (l *lane) store(text string) {
 
 // storeTrouble writes a trouble to the position, or removes it (nil).
 func (l *lane) storeTrouble(text *string) {
-	ctx, cancel := l.p.consumer.bounded(l.p.ctx)
+	ctx, cancel := l.p.consumer.bounded(context.WithoutCancel(l.p.ctx)) // a halting partition has ended
 	defer cancel()
 	pos := l.p.pos
 	_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[troubleSQL], l.p.consumer.cfg.Group, pos.topic, pos.partition, pos.epoch, text)

@@ -44,8 +44,6 @@ type known struct {
 	row       storedPosition
 	log       *topicLog // nil: the records do not come from Kafka
 	met       int32     // partitions of the topic at the group's first contact
-	// offsets of the records passed to Deliver, in their order; only if log is nil.
-	offsets []int64
 
 	outOfRange OutOfRange
 	dedup      Dedup
@@ -65,10 +63,9 @@ type decision struct {
 	next    *int64 // the new stored position; nil: none
 	moved   bool   // next is not where handling ended
 	handled handledRange
-	store   handledRange // as it is stored
-	ordered bool         // an operator's order was carried out, or was void
-	halt    error        // the partition waits for an operator; nil: it begins
-	reset   error        // why records are skipped, for operator_actions; nil: none are
+	ordered bool  // an operator's order was carried out, or was void
+	halt    error // the partition waits for an operator; nil: it begins
+	reset   error // why records are skipped, for operator_actions; nil: none are
 	why     string
 }
 
@@ -80,15 +77,13 @@ type handledRange struct {
 	// rewound is where a rewind began, before from: the range begins there once the position has
 	// reached from.
 	rewound *int64
-	// ends: nothing between to and the position counts, because Deliver got records with gaps.
-	ends bool
 }
 
 func (r handledRange) contains(offset int64, position *int64) bool {
 	if r.to != nil && r.from <= offset && offset < *r.to {
 		return true
 	}
-	return !r.ends && position != nil && r.from <= offset && offset < *position
+	return position != nil && r.from <= offset && offset < *position
 }
 
 // decideStart decides where a partition begins. docs/design.md has it as a table. It resumes at the
@@ -111,39 +106,12 @@ func decideStart(k known) decision {
 		d.ordered = true
 		d.why += fmt.Sprintf("; the order to resume at %d was for an earlier topic of this name", *k.row.resumeAt)
 	}
-	d.handled = k.handled(d)
-	d.store = d.handled
-	if k.jumps() {
-		// From now on the position does not show what was handled. The range still covers what was
-		// handled before the present position.
-		d.handled.to, d.handled.ends = d.next, true
-		d.store = handledRange{from: math.MaxInt64}
-		if d.next == nil {
-			d.handled = d.store
-		}
+	if d.handled = k.handled(d); k.log == nil {
+		// Records passed to Deliver may leave offsets out, so the position does not show what was
+		// handled. Kafka leaves out only offsets that do not exist.
+		d.handled = handledRange{from: math.MaxInt64}
 	}
 	return d
-}
-
-// jumps reports whether the records passed to Deliver leave offsets out, so that the position will
-// pass messages that were never handled. Kafka leaves out only offsets that do not exist.
-func (k known) jumps() bool {
-	if len(k.offsets) == 0 {
-		return false
-	}
-	expected := k.offsets[0]
-	if next := k.stored(); next != nil {
-		expected = *next
-	}
-	for _, offset := range k.offsets {
-		if offset > expected {
-			return true
-		}
-		if offset == expected {
-			expected++
-		}
-	}
-	return false
 }
 
 // recreated reports whether the row belongs to an earlier topic of the same name.
@@ -160,14 +128,7 @@ func (k known) stored() *int64 {
 }
 
 func (k known) goOn() decision {
-	d := decision{next: k.stored(), why: "continues at the stored position"}
-	switch {
-	case d.next != nil:
-		d.at = *d.next
-	case len(k.offsets) > 0:
-		d.at = k.offsets[0]
-	}
-	return d
+	return decision{next: k.stored(), why: "continues at the stored position"}
 }
 
 // order carries out an operator's order.

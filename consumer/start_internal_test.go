@@ -57,9 +57,7 @@ func ruled(k *known)   { k.rule = "headers" }
 
 func ordered(at int64) func(k *known) { return func(k *known) { k.row.resumeAt = &at } }
 
-func given(offsets ...int64) func(k *known) {
-	return func(k *known) { k.log, k.offsets = nil, offsets }
-}
+func given(k *known) { k.log = nil } // by Deliver
 
 func with(changes ...func(k *known)) func(k *known) {
 	return func(k *known) {
@@ -131,9 +129,8 @@ func startRows() []startRow {
 		{name: "order for an earlier topic", in: with(anew, ordered(30)), at: 10, next: noOffset, from: 10, why: "was for an earlier topic"},
 
 		// Without Kafka.
-		{name: "delivered in order", in: given(60, 61, 3, 62), at: 60, next: 60, from: 20, why: "continues"},
-		{name: "delivered to none", in: with(no, given(5, 6)), at: 5, next: noOffset, from: 5, why: "continues"},
-		{name: "delivered to none with a gap", in: with(no, given(5, 7)), at: 5, next: noOffset, from: math.MaxInt64, why: "continues"},
+		{name: "delivered", in: given, at: 0, next: 60, from: math.MaxInt64, why: "continues"},
+		{name: "delivered to none", in: with(no, given), at: 0, next: noOffset, from: math.MaxInt64, why: "continues"},
 	}
 }
 
@@ -160,7 +157,7 @@ func TestWhereAPartitionBegins(t *testing.T) {
 			require.Equal(t, []int64{row.at, row.next, row.from}, []int64{d.at, next, d.handled.from}, "at, next, handled from: %s", d.why)
 			require.Equal(t, row.moved, d.moved)
 			to := int64(0)
-			if d.handled.to != nil && !d.handled.ends {
+			if d.handled.to != nil {
 				to = *d.handled.to
 			}
 			require.Equal(t, row.to, to)
@@ -173,22 +170,6 @@ func TestWhereAPartitionBegins(t *testing.T) {
 			}
 		})
 	}
-}
-
-// Property: records given to Deliver that leave offsets out do not make the offsets in between
-// count as handled, then or later; what was handled before still does.
-func TestDeliveredGapsDoNotCountAsHandled(t *testing.T) {
-	t.Parallel()
-	k := known{
-		topic: "t", consumer: 7, rule: "standard", offsets: []int64{60, 80},
-		row: storedPosition{next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard")},
-	}
-	d := decideStart(k)
-	require.Equal(t, int64(math.MaxInt64), d.store.from)
-	require.True(t, d.handled.contains(59, pointer(int64(81))))
-	require.False(t, d.handled.contains(70, pointer(int64(81))))
-	k.row.next, k.row.handledFrom, k.offsets = pointer(int64(81)), &d.store.from, []int64{70}
-	require.False(t, decideStart(k).handled.contains(70, pointer(int64(81))))
 }
 
 // Property: a rewind keeps what was handled, through takeovers on its way and a further rewind; what
@@ -208,7 +189,7 @@ func TestRewindsKeepWhatWasHandled(t *testing.T) {
 			k.row.next = &next
 		}
 		d := decideStart(k)
-		k.row.next, k.row.handledFrom, k.row.handledTo, k.row.rewoundFrom = d.next, &d.store.from, d.store.to, d.store.rewound
+		k.row.next, k.row.handledFrom, k.row.handledTo, k.row.rewoundFrom = d.next, &d.handled.from, d.handled.to, d.handled.rewound
 		return d.handled
 	}
 	covered := func(r handledRange) (list [2]int64) {
@@ -240,11 +221,20 @@ func TestFirstPositions(t *testing.T) {
 	log := func(committed *committedOffset) *topicLog {
 		return &topicLog{cluster: "cluster", topicID: startTopic, first: 1, end: 9, committed: committed}
 	}
-	logs := map[int32]*topicLog{0: log(nil), 1: log(&committedOffset{4, ""}), 2: log(&committedOffset{4, commitMetadata("cluster", earlierTopic, 4)})}
-	rows := firstPositions(StartLatest, logs)
-	require.Len(t, rows, 3)
-	require.EqualValues(t, 9, *rows[0].next)
-	require.Nil(t, rows[1].next, "Kafka's offset counts")
-	require.EqualValues(t, 9, *rows[2].next)
-	require.Empty(t, firstPositions(StartEarliest, logs))
+	answer := topicLogs{counts: map[string]int32{"t": 3}, logs: map[topicPartition]*topicLog{
+		{"t", 0}: log(nil), {"t", 1}: log(&committedOffset{4, ""}), {"t", 2}: log(&committedOffset{4, commitMetadata("cluster", earlierTopic, 4)}),
+	}}
+	met := answer.contacts(StartLatest)
+	require.Len(t, met, 1)
+	require.Len(t, met[0].First, 3)
+	for _, first := range met[0].First {
+		if first.Partition == 1 {
+			require.Nil(t, first.Next, "Kafka's offset counts")
+		} else {
+			require.EqualValues(t, 9, *first.Next)
+		}
+	}
+	require.Empty(t, answer.contacts(StartEarliest)[0].First)
+	delete(answer.logs, topicPartition{"t", 0})
+	require.Empty(t, answer.contacts(StartLatest), "the ends of all partitions must be known")
 }

@@ -136,7 +136,8 @@ type assignment struct {
 	refusedAt time.Time
 
 	unreadable error // why its next records cannot be read
-	unread     damage
+	reads      int   // that brought damaged records in a row, at this position
+	readAt     int64
 }
 
 func (a *assignment) become(state PartitionState, err error) {

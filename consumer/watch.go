@@ -12,7 +12,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/say"
 )
 
@@ -155,7 +154,7 @@ func (s *session) acquireLater(ctx context.Context, why string, keys ...topicPar
 		return
 	}
 	s.looking.Go(func() {
-		s.again(ctx, why, free...)
+		s.acquire(ctx, why, free...)
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for _, key := range free {
@@ -166,28 +165,36 @@ func (s *session) acquireLater(ctx context.Context, why string, keys ...topicPar
 	})
 }
 
-// retryDue acquires the partitions that had to wait, and decides about those whose next records
-// cannot be read.
+// readsMax is how many reads in a row may bring damaged records at one position before the partition
+// halts: the damage may have happened in transit.
+const readsMax = 3
+
+// retryDue acquires the partitions that had to wait, and those whose next records could not be read,
+// or halts them.
 func (s *session) retryDue(ctx context.Context) {
 	var due, again []topicPartition
-	damaged := map[*partition]error{}
+	damaged := map[topicPartition]error{}
 	s.mu.Lock()
 	for key, a := range s.assignments {
 		switch {
 		case !a.retryAt.IsZero() && time.Until(a.retryAt) <= 0:
 			due = append(due, key)
-		case a.unreadable == nil || a.p == nil || !a.p.handledAll():
-		case a.unread.times < unreadableMax && !errors.As(a.unreadable, new(*kgo.ErrDecompressTooLarge)):
-			again = append(again, key)
-		default:
-			damaged[a.p] = a.unreadable
+		case a.unreadable != nil && a.p != nil && a.p.handledAll():
+			if at := a.p.pos.next.Load(); a.reads == 0 || a.readAt != at {
+				a.reads, a.readAt = 0, at
+			}
+			if a.reads++; a.reads < readsMax && !errors.As(a.unreadable, new(*kgo.ErrDecompressTooLarge)) {
+				again = append(again, key)
+			} else {
+				damaged[key] = a.unreadable
+			}
 		}
 	}
 	s.mu.Unlock()
 	s.acquireLater(ctx, "it had to wait", due...)
 	s.acquireLater(ctx, "its records cannot be read", again...)
-	for p, err := range damaged {
-		s.haltUnreadable(ctx, p, s.tellUnreadable(p.key(), err))
+	for key, err := range damaged {
+		s.haltUnreadable(ctx, key, err)
 	}
 }
 
@@ -265,24 +272,12 @@ func (s *session) look(ctx context.Context) error {
 	return nil
 }
 
-const (
-	// inflateMin is the least bound on the inflated size of a batch of records if
-	// Config.MessageBytesMax is small: producers put many messages into a batch.
-	inflateMin = 64 << 20
-	// unreadableMax is how many reads in a row may bring damaged records at one place before the
-	// partition halts. The damage may have happened in transit. The count begins again when a later
-	// record is read.
-	unreadableMax = 3
-)
+// inflateMin is the least bound on the inflated size of a batch of records if Config.MessageBytesMax
+// is small: producers put many messages into a batch.
+const inflateMin = 64 << 20
 
 // inflateMax is what a compressed batch may inflate to, in bytes: two of the largest messages.
 func (c *Config) inflateMax() int { return min(max(inflateMin, 2*c.MessageBytesMax), 1<<31-1) }
-
-// damage is a place in a partition whose records could not be read.
-type damage struct {
-	at    int64 // offset after the last record that arrived
-	times int   // reads in a row that did not get past it
-}
 
 // isUnreadable reports whether a partition's fetch failed because of its records, and not because
 // of the broker or the network. The client has no type for damaged records. It also reports errors
@@ -300,21 +295,15 @@ func isUnreadable(fetched kgo.FetchTopicPartition) bool {
 func (s *session) unreadable(key topicPartition, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	a := s.assignments[key]
-	if a == nil || a.p == nil || a.unreadable != nil {
-		return
-	}
-	a.unreadable = err
-	// The place may be before the last one: the partition resumes after its last handled message,
-	// and reads the control records after that again.
-	if at := a.p.queue.fail(); at > a.unread.at {
-		a.unread = damage{at, 1}
-	} else {
-		a.unread.times++
+	if a := s.assignments[key]; a != nil && a.p != nil && a.unreadable == nil {
+		a.unreadable = err
+		a.p.queue.fail()
 	}
 }
 
-func (s *session) tellUnreadable(key topicPartition, err error) error {
+// haltUnreadable ends the worker of a partition, and records the reason in the log, in its state
+// and in the database.
+func (s *session) haltUnreadable(ctx context.Context, key topicPartition, err error) {
 	setting, at := "", "OFFSET"
 	var large *kgo.ErrDecompressTooLarge
 	if errors.As(err, &large) {
@@ -322,32 +311,17 @@ func (s *session) tellUnreadable(key topicPartition, err error) error {
 		err = fmt.Errorf("the batch at offset %d inflates to more than %d bytes", large.Offset, limit)
 		setting, at = "raise Config.MessageBytesMax, or give kgo.MaxDecompressBatchBytes, and restart, or ", fmt.Sprint(large.NextOffset)
 	}
-	return halted(fmt.Errorf("records of %s/%d cannot be read: %w. To continue, %sset where to resume, which skips the records before that: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at %s --why '...'",
+	problem := halted(fmt.Errorf("records of %s/%d cannot be read: %w. To continue, %sset where to resume, which skips the records before that: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at %s --why '...'",
 		key.topic, key.partition, err, setting, s.consumer.cfg.Group, key.topic, key.partition, at))
-}
-
-// haltUnreadable ends the worker of a partition, and records the reason in the log, in its state
-// and in the database.
-func (s *session) haltUnreadable(ctx context.Context, p *partition, problem error) {
 	s.assigning.Lock()
 	defer s.assigning.Unlock()
-	key := p.key()
-	s.mu.Lock()
-	a := s.assignments[key]
-	ours := a != nil && a.p == p && !s.closing
-	if ours {
-		a.p, a.unread, a.unreadable = nil, damage{}, nil // an operator decides where it resumes
-	}
-	s.mu.Unlock()
-	if !ours {
+	_, workers := s.takeWorkers([]topicPartition{key})
+	if len(workers) == 0 {
 		return // it was revoked
 	}
-	s.stop(ctx, []*partition{p}, min(s.consumer.cfg.DrainMax, againDrainMax))
+	s.stop(ctx, workers, min(s.consumer.cfg.DrainMax, againDrainMax))
 	s.commitMarks(ctx)
 	s.halt(key, problem, held{})
-	s.consumer.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition, "error", problem)
-	bounded, cancel := s.consumer.bounded(ctx)
-	defer cancel()
-	// The error is ignored: the reason is already in the log.
-	_, _ = s.consumer.pool.Exec(bounded, s.consumer.sql[troubleSQL], s.consumer.cfg.Group, key.topic, key.partition, p.pos.epoch, bounds.ErrorText(problem))
+	workers[0].lane.log(slog.LevelError, "partition halts", "error", problem)
+	workers[0].lane.store(problem.Error())
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -30,8 +29,8 @@ type work struct {
 	// apart: this transaction does not advance the position. It only checks that the position is
 	// still ours.
 	apart bool
-	hints [][]byte      // keys of the messages that may be held
-	asks  *atomic.Int32 // batches of this lane that ask before one is taken as fresh: see begin; nil: all
+	hints [][]byte // keys of the messages that may be held
+	asks  bool     // it must not take messages as fresh: see begin
 	// stored is the position after COMMIT; nil: not advanced. Only the caller that waited for the
 	// transaction may use it.
 	stored *int64
@@ -42,7 +41,8 @@ func (w *work) released() bool { return w.msgs[0].row != 0 }
 // outcome is what a transaction committed.
 type outcome struct {
 	fresh, duplicates     int
-	conflicts             int // dropped
+	conflicts             int  // dropped
+	taken                 bool // see claimed
 	parked                []Parked
 	claim, handle, commit time.Duration
 	unheld                [][]byte // keys that are no longer held
@@ -92,7 +92,7 @@ func (c *Consumer) transact(ctx context.Context, w *work, a *attempt) (outcome, 
 	}
 	out.unheld = unheld(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
-	out.fresh, out.conflicts, out.parked = len(s.handle), claimed.dropped, s.report()
+	out.taken, out.fresh, out.conflicts, out.parked = claimed.taken, len(s.handle), claimed.dropped, s.report()
 	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)
 	return out, nil
 }

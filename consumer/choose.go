@@ -15,6 +15,7 @@ import (
 // claimed is the database's answer about the messages of a transaction.
 type claimed struct {
 	fresh     []bool
+	taken     bool                 // messages were taken as fresh in vain
 	result    *dedup.Result        // of a claim by ID; nil: there was none
 	conflicts map[int]*Message     // that have the ID of another message, as they are parked
 	dropped   int                  // conflicts that are dropped, as configured

@@ -186,7 +186,7 @@ func TestOddIDs(t *testing.T) {
 	}
 	var without atomic.Int64
 	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
-		c.Hooks.WithoutID = func(*consumer.Message) { without.Add(1) }
+		c.Hooks.Processed = func(p consumer.Processed) { without.Add(int64(p.WithoutID)) }
 	})
 	h.waitEffects(len(odd))
 	require.NoError(t, stop())

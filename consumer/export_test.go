@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -36,13 +35,13 @@ func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Position{taken[0].pos, newAsks()}, nil
+	return &Position{taken[0].pos, 1}, nil
 }
 
 // Position is a held partition.
 type Position struct {
 	p    *position
-	asks *atomic.Int32
+	asks int
 }
 
 // messages makes n messages whose IDs are made of numbers from first on.
@@ -60,14 +59,14 @@ func (e *Engine) messages(at *Position, first, n int) []*Message {
 
 // Apply runs one batch of messages.
 func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
-	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks})
+	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks > 0})
 	return out.fresh, err
 }
 
 // apply waits for a transaction, as a lane does.
-func (e *Engine) apply(ctx context.Context, w *work) (outcome, error) {
+func (e *Engine) apply(ctx context.Context, at *Position, w *work) (outcome, error) {
 	out, f := e.c.apply(ctx, w)
-	if f != nil {
+	if at.asks = asksAfter(at.asks, out, f); f != nil {
 		return outcome{}, f
 	}
 	w.pos.set(w.stored)
@@ -197,7 +196,7 @@ func (at *Position) HandledFrom(offset int64) { at.p.handled.from = offset }
 
 // ApplyApart is Apply as a worker does it: the position is advanced separately.
 func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {
-	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks, apart: true})
+	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks > 0, apart: true})
 	return out.fresh, err
 }
 
@@ -341,7 +340,7 @@ func (b *Breaker) Handled(n int) { b.b.noteHandled(n) }
 func OfAnotherServer(at *Position) { at.p.server = at.p.server.Add(-time.Hour) }
 
 // Asks is how many batches ask before one is taken as fresh again.
-func (at *Position) Asks() int { return int(at.asks.Load()) }
+func (at *Position) Asks() int { return at.asks }
 
 // Outcome is what a batch came to.
 type Outcome struct{ Fresh, Duplicates, Parked int }
@@ -360,7 +359,7 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 			msgs[i].ID = dedup.MessageID("test", text)
 		}
 	}
-	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), asks: at.asks, apart: apart})
+	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), asks: at.asks > 0, apart: apart})
 	if err != nil {
 		return Outcome{}, err
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -12,50 +11,37 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// newAsks makes the first batch ask: after a restart, the first messages may be the last committed
-// ones. (An atomic number, because an abandoned handler may still hold the transaction of a batch
-// while its lane runs the next attempt.)
-func newAsks() *atomic.Int32 {
-	asks := &atomic.Int32{}
-	asks.Store(1)
-	return asks
-}
-
-// asksMax is how many batches ask after one was taken as fresh and had a duplicate: duplicates come in
-// runs, and a failed try costs about as much as a successful one saves.
+// asksMax is how many batches ask after one was taken as fresh and had a duplicate, or failed:
+// duplicates come in runs, and a failed try costs about as much as a successful one saves. The first
+// batch asks, too: after a restart, its messages may be the last committed ones.
 const asksMax = 20
+
+func asksAfter(asks int, out outcome, f *failure) int {
+	if f != nil || out.taken {
+		return asksMax
+	}
+	return max(asks-1, 0)
+}
 
 // begin starts the transaction and claims, in one round trip: either it takes every message as
 // fresh, or it asks for each. If the first form meets a duplicate, nothing has happened yet, and
 // the second one follows. The same constraint decides both; the choice affects only cost.
 func (c *Consumer) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
-	ids := c.claimsIDs(w)
-	if ids && c.trusts(w) {
-		got, err := c.beginFresh(ctx, t, w)
-		if err == nil {
-			return got, nil
-		}
-		w.asks.Store(asksMax) // after any other error, too: next is the form without COPY
-		if !errors.Is(err, dedup.ErrTaken) {
-			return got, err
-		}
-		limited, cancel := c.bounded(ctx)
-		_, err = t.conn.Exec(limited, "ROLLBACK") // it claimed nothing
-		if cancel(); err != nil {
-			return claimed{}, err
-		}
+	if !c.trusts(w) {
 		return c.beginAsking(ctx, t, w)
 	}
-	got, err := c.beginAsking(ctx, t, w)
-	if err == nil && ids && w.asks != nil && w.asks.Load() > 0 {
-		w.asks.Add(-1)
+	got, err := c.beginFresh(ctx, t, w)
+	if !errors.Is(err, dedup.ErrTaken) {
+		return got, err
 	}
+	limited, cancel := c.bounded(ctx)
+	defer cancel()
+	if _, err := t.conn.Exec(limited, "ROLLBACK"); err != nil { // it claimed nothing
+		return got, err
+	}
+	got, err = c.beginAsking(ctx, t, w)
+	got.taken = true
 	return got, err
-}
-
-// claimsIDs reports whether the messages are claimed by ID.
-func (c *Consumer) claimsIDs(w *work) bool {
-	return !w.released() && !c.unclaimed && c.cfg.Dedup != DedupByPosition
 }
 
 // freshMin is the smallest batch for which the form with COPY is worthwhile.
@@ -64,13 +50,8 @@ const freshMin = 20
 // trusts reports whether to take messages as fresh. Messages that this consumer has handled before
 // are likely duplicates, and messages with held keys must be asked for.
 func (c *Consumer) trusts(w *work) bool {
-	if w.asks == nil || len(w.msgs) < freshMin || w.asks.Load() > 0 {
-		return false
-	}
-	if w.msgs[0].Offset < w.pos.next.Load() {
-		return false
-	}
-	return !c.holdsKeys() || len(w.held.of(w.msgs)) == 0
+	return !w.asks && len(w.msgs) >= freshMin && !w.released() && !c.unclaimed && c.cfg.Dedup == DedupByID && w.msgs[0].Offset >= w.pos.next.Load() &&
+		(!c.holdsKeys() || len(w.held.of(w.msgs)) == 0)
 }
 
 // beginFresh begins and claims every message as fresh.

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"runtime/debug"
 	"strings"
-	"sync"
+	"sync/atomic"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -207,48 +207,40 @@ func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
 	t.turn(one)
 	view := t.view(one)
 	defer view.done.Store(true)
-	var mu sync.Mutex
-	called, ended, closed := false, false, false
+	var state atomic.Int32 // 1: next was called, 2: it returned, 3: around returned
 	var inner error
 	next := func(ctx context.Context) error {
-		mu.Lock()
-		again, late := called, closed
-		called = called || !late
-		mu.Unlock()
-		switch {
-		case late:
-			return errNextLate
-		case again:
+		if !state.CompareAndSwap(0, 1) {
+			if state.Load() == 3 {
+				return errNextLate
+			}
 			return t.Misused(errNextTwice)
 		}
 		err := guard(func() error { return w.next.handle(ctx, t, msgs) })
-		mu.Lock()
-		defer mu.Unlock()
-		inner, ended = err, true
+		inner = err
+		state.CompareAndSwap(1, 2)
 		return err
 	}
 	outer := guard(func() error { return w.around(ctx, view, msgs, next) })
-	mu.Lock()
-	defer mu.Unlock()
-	closed = true
+	called := state.Swap(3)
 	switch {
-	case called && !ended:
+	case called == 1:
 		// The handler may still run: it cannot use the transaction any more, which rolls back.
 		t.over.Store(true)
-		return blameOne(msgs, Permanent(t.Misused(errNextLate)))
-	case inner != nil:
-		return blameOne(msgs, inner)
+		outer = Permanent(t.Misused(errNextLate))
+	case called == 2 && inner != nil:
+		outer = inner
 	case t.misuse() != nil:
-		return blameOne(msgs, Permanent(t.misuse()))
-	case outer != nil:
-		return blameOne(msgs, outer)
-	case !called:
-		return blameOne(msgs, Permanent(errNextNotRun))
+		outer = Permanent(t.misuse())
+	case outer == nil && called == 0:
+		outer = Permanent(errNextNotRun)
+	case outer == nil:
+		outer = t.inspect(nil)
 	}
-	if err := t.inspect(nil); err != nil {
-		return blameOne(msgs, err)
+	if outer == nil {
+		return nil
 	}
-	return nil
+	return blameOne(msgs, outer)
 }
 
 // overdue returns why a handler that returned nil has failed anyway: its time was over. Without

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -164,21 +163,4 @@ func proven(m *Message, source dedup.IDSource) bool {
 		}
 	}
 	return false
-}
-
-// sayPlain reports messages that are identified by their coordinates alone: to the hook, and once to
-// the log.
-func (l *lane) sayPlain(msgs []*Message) {
-	for _, m := range msgs {
-		if !m.plain || m.row != 0 {
-			continue
-		}
-		if hook := l.p.consumer.cfg.Hooks.WithoutID; hook != nil {
-			l.hook(func() { hook(m) })
-		}
-		l.p.consumer.warnPlain.Do(func() {
-			l.log(slog.LevelWarn, "messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once",
-				"offset", m.Offset, "headers", len(m.Headers))
-		})
-	}
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
@@ -19,7 +18,7 @@ import (
 // message is handled, parked or postponed. docs/design.md has the table of its states.
 type lane struct {
 	p        *partition
-	asks     *atomic.Int32   // batches that ask before one is taken as fresh: see begin
+	asks     int             // batches that ask before one is taken as fresh: see asksMax
 	size     int             // of the next batch: see pace
 	later    *postponed      // what waits of the share
 	back     map[string]bool // keys whose message was set back during a release
@@ -31,7 +30,7 @@ type lane struct {
 }
 
 func (p *partition) newLane() *lane {
-	return &lane{p: p, size: min(batchBegins, p.consumer.cfg.BatchMax), does: laneState{state: StateRunning}, asks: newAsks()}
+	return &lane{p: p, size: min(batchBegins, p.consumer.cfg.BatchMax), does: laneState{state: StateRunning}, asks: 1}
 }
 
 // work handles shares until the partition stops.
@@ -208,9 +207,9 @@ func (l *lane) try(msgs []*Message) *failure {
 		}
 	}
 	c, p := l.p.consumer, l.p
-	w := &work{consumer: p.name, pos: p.pos, msgs: msgs, held: p.held, apart: c.cfg.Order != OrderByPartition, asks: l.asks}
+	w := &work{consumer: p.name, pos: p.pos, msgs: msgs, held: p.held, apart: c.cfg.Order != OrderByPartition, asks: l.asks > 0}
 	out, f := c.apply(p.ctx, w)
-	if f != nil {
+	if l.asks = asksAfter(l.asks, out, f); f != nil {
 		return f
 	}
 	p.held.free(out.unheld)

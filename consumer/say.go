@@ -123,15 +123,24 @@ func (c *Consumer) hook(stopping <-chan struct{}, call func()) bool {
 // tell reports what a transaction committed to the hooks. It also logs messages that were parked
 // for another reason than a failure; failures are already in the log.
 func (l *lane) tell(w *work, out outcome) {
-	hooks, last := &l.p.consumer.cfg.Hooks, w.msgs[len(w.msgs)-1]
+	hooks, last, plain := &l.p.consumer.cfg.Hooks, w.msgs[len(w.msgs)-1], 0
+	for _, msg := range w.msgs {
+		if msg.plain && msg.row == 0 {
+			plain++
+		}
+	}
 	if hooks.Processed != nil {
 		processed := Processed{
-			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked), Conflicts: out.conflicts,
+			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked), Conflicts: out.conflicts, WithoutID: plain,
 			Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
 		}
 		l.hook(func() { hooks.Processed(processed) })
 	}
-	l.sayPlain(w.msgs)
+	if plain > 0 {
+		l.p.consumer.warnPlain.Do(func() {
+			l.log(slog.LevelWarn, "messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once", "up_to_offset", last.Offset)
+		})
+	}
 	if out.conflicts > 0 {
 		l.warn("messages are dropped whose ID another message has: Config.OnConflict", errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
 	}

@@ -302,9 +302,6 @@ type Hooks struct {
 	Failed func(Failed)
 	// Parked is called for each message that a commit parked or turned into a dead letter.
 	Parked func(Parked)
-	// WithoutID is called for each message that is identified by its coordinates alone, after the
-	// commit.
-	WithoutID func(msg *Message)
 	// State is called when the state of an assigned partition has changed, up to a second later,
 	// until Run returns. States that end within that second may be left out. Use it for an alert on
 	// StateHalted.
@@ -326,7 +323,8 @@ type Processed struct {
 	Partition int32
 	// Fresh messages were handled, Duplicates were dropped, Parked were parked or made dead letters.
 	// Conflicts were dropped although they are no duplicates, because of OnConflictDrop.
-	Fresh, Duplicates, Parked, Conflicts int
+	// WithoutID are identified by their coordinates alone.
+	Fresh, Duplicates, Parked, Conflicts, WithoutID int
 	// Retried: the messages were parked before, and retried.
 	Retried bool
 	// Next is the offset after the last message, Time that message's timestamp.

@@ -95,8 +95,7 @@ func (s *session) acquire(ctx context.Context, why string, keys ...topicPartitio
 			p.lane.log(slog.LevelInfo, "partition is acquired again", "why", why)
 		}
 		s.stop(context.WithoutCancel(ctx), workers, min(s.consumer.cfg.DrainMax, againDrainMax))
-		s.pauseFetching(assigned) // a worker may have resumed it while it ended
-		s.commitMarks(ctx)
+		_ = s.commitMarks(ctx)
 	}
 	limited, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -115,7 +114,7 @@ func (s *session) acquire(ctx context.Context, why string, keys ...topicPartitio
 		begins[key] = s.start(ctx, key, t, during)
 	}
 	if moved {
-		s.commitMarks(ctx) // at once: another program's offset behind it would look like a rewind
+		_ = s.commitMarks(ctx) // at once: another program's offset behind it would look like a rewind
 	}
 	return begins
 }
@@ -133,6 +132,7 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 		a.retryAt = time.Time{}
 		if a.p != nil {
 			workers = append(workers, a.p)
+			a.p.queue.end()
 			a.p = nil
 			a.become(StateDraining, nil)
 		}

@@ -87,8 +87,8 @@ func (s *session) mark(p *partition, next int64) {
 }
 
 // commitMarks commits the marked offsets to Kafka. They are advisory: after a failure the next holder
-// may see a few duplicates.
-func (s *session) commitMarks(ctx context.Context) {
+// may see a few duplicates, and it is tried again with the next commit.
+func (s *session) commitMarks(ctx context.Context) error {
 	s.committing.Lock() // a session that ends waits for a commit in progress
 	defer s.committing.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, markMax)
@@ -109,7 +109,7 @@ func (s *session) commitMarks(ctx context.Context) {
 	}
 	s.mu.Unlock()
 	if len(offsets) == 0 {
-		return
+		return nil
 	}
 	ctx = kgo.PreCommitFnContext(ctx, func(request *kmsg.OffsetCommitRequest) error {
 		for _, topic := range request.Topics {
@@ -127,17 +127,14 @@ func (s *session) commitMarks(ctx context.Context) {
 			failed = commitError(response)
 		}
 	})
-	if failed == nil {
-		return
-	}
-	s.consumer.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.consumer.cfg.Group, "error", failed)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for key := range topicIDs { // again with the next commit, unless there is a newer mark
-		if a := s.assignments[key]; a != nil && a.mark < 0 {
+	for key := range topicIDs {
+		if a := s.assignments[key]; failed != nil && a != nil && a.mark < 0 { // unless there is a newer mark
 			a.mark = offsets[key.topic][key.partition].Offset
 		}
 	}
+	return failed
 }
 
 // contact is a topic with which this may be the group's first contact.

@@ -314,7 +314,9 @@ func (s *session) release(ctx context.Context, keys map[string][]int32, limit ti
 	s.mu.Unlock()
 	s.stop(ctx, workers, limit)
 	if limit > 0 {
-		s.commitMarks(ctx)
+		if err := s.commitMarks(ctx); err != nil {
+			s.consumer.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.consumer.cfg.Group, "error", err)
+		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

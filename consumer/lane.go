@@ -51,11 +51,7 @@ func (l *lane) work() {
 		}
 		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}
 		if len(next.dues) > 0 {
-			if err := l.release(p.ctx, next.dues); err == nil {
-				signal(p.looked) // there may be more
-			} else if !p.stopped() {
-				l.warn("could not read due parked messages; will retry", err)
-			}
+			l.release(next.dues)
 		} else if !l.process(next.msgs) {
 			return
 		}
@@ -196,14 +192,25 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 	return msgs, !l.p.stopped() // it is parked together with the following messages
 }
 
+// stuckMax is after how many holders in a row that ended without finishing anything Config.IDFunc is no
+// longer asked about the suspects: it may be what ends the process.
+const stuckMax = 3
+
+var errIDFuncEnds = errors.New("the last holders of the partition ended without finishing anything, perhaps in Config.IDFunc: it is not asked for the message's ID")
+
 // try handles messages once, in one transaction.
 func (l *lane) try(msgs []*Message) *failure {
 	if len(msgs) == 1 && msgs[0].first.IsZero() {
 		msgs[0].first = time.Now()
 	}
 	for _, msg := range msgs {
-		if l.p.suspects.Load() > 0 && msg.row == 0 && msg.park == nil {
-			msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
+		if l.p.suspects.Load() == 0 || msg.row != 0 || msg.park != nil {
+			continue
+		}
+		msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
+		if !msg.named && l.p.pos.stuck >= stuckMax {
+			msg.park = nil
+			msg.unknowable(errIDFuncEnds)
 		}
 	}
 	c, p := l.p.consumer, l.p

@@ -201,7 +201,7 @@ WITH due AS MATERIALIZED (
   WHERE n.seq = ANY (ARRAY(SELECT f.seq FROM (SELECT DISTINCT hash FROM later) k
     CROSS JOIN LATERAL (SELECT e.seq FROM effectonce.parked_messages e
       WHERE e.consumer = $1 AND e.topic = $2 AND e.partition = $3 AND sha256(e.key) = k.hash ORDER BY e.seq LIMIT 1) AS f))
-  ORDER BY n.seq FOR KEY SHARE
+  ORDER BY n.seq FOR KEY SHARE SKIP LOCKED
 )
 UPDATE effectonce.parked_messages p SET state = 'behind', reason = CASE WHEN p.reason = 'too_large' THEN p.reason ELSE 'behind' END
 FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq AND p.state = 'retry'`
@@ -219,12 +219,13 @@ WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
 // releaseSQL chooses the messages to retry: the due messages $6, and up to $7 messages that wait
 // behind each, in order and without a gap. It returns up to $4 messages and $5 bytes of these, but
 // at least one message. A message with a reason of its own, and the messages behind it, are left
-// for an operator. The time of the release (a young record's own), and the attempt at the due messages,
+// for an operator. What an operator has locked waits. The time of the release (a young record's own), and the attempt at the due messages,
 // are stored before the messages are used.
 const releaseSQL = `-- consumer.release
 WITH due AS MATERIALIZED (
   SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
   WHERE seq = ANY ($6::bigint[]) AND consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
+  FOR UPDATE SKIP LOCKED
 ), line AS MATERIALIZED (
   SELECT seq AS head, seq FROM due
   UNION ALL

@@ -29,7 +29,7 @@ type queue struct {
 	bytes     int // of waiting keys, values and headers
 	paused    bool
 	halted    bool      // by an operator
-	failed    bool      // the next records cannot be read, and no later ones are taken
+	ended     bool      // no later records are taken, and fetching is no longer paused or resumed
 	begin     int64     // earlier offsets come from an earlier fetch
 	seen      int64     // offset after the last record that arrived, including control records
 	seenAt    time.Time // time of that record
@@ -67,7 +67,7 @@ func recordBytes(r *kgo.Record) int {
 func (q *queue) add(records []*kgo.Record) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.failed {
+	if q.ended {
 		return
 	}
 	for _, record := range records {
@@ -112,7 +112,7 @@ func (q *queue) pop(n int) []queued {
 	if len(q.waiting) == 0 {
 		q.waiting = nil // otherwise the array of an old burst would stay
 	}
-	if q.paused && !q.failed && len(q.waiting) < waitingBatchesMax/2*q.batchMax && q.bytes < waitingBytesMax/2 {
+	if q.paused && !q.ended && len(q.waiting) < waitingBatchesMax/2*q.batchMax && q.bytes < waitingBytesMax/2 {
 		q.paused = false
 		q.client.ResumeFetchPartitions(map[string][]int32{q.topic: {q.partition}})
 	}
@@ -125,12 +125,11 @@ func (q *queue) empty() bool {
 	return len(q.waiting) == 0
 }
 
-// fail stops fetching permanently.
-func (q *queue) fail() {
+// end leaves the fetching of the partition to others. What has arrived can be taken.
+func (q *queue) end() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.failed, q.paused = true, true
-	q.client.PauseFetchPartitions(map[string][]int32{q.topic: {q.partition}})
+	q.ended = true
 }
 
 // handledAll reports whether everything that arrived is handled and stored.
@@ -181,7 +180,7 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	q := p.queue
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	missing := end > q.seen && !q.paused && len(q.waiting) == 0
+	missing := end > q.seen && !q.paused && !q.ended && len(q.waiting) == 0
 	stuck = missing && p.lookedAt.end > p.lookedAt.seen && p.lookedAt.seen == q.seen
 	p.lookedAt.seen, p.lookedAt.end = q.seen, end
 	if !missing {

@@ -86,30 +86,27 @@ func (p *partition) due() ([]due, error) {
 	return list, nil
 }
 
-// release retries the first of the due messages, and in order the messages behind them: one that was
-// tried before alone, others together. The attempt is counted and committed before it begins: a
-// message may end the process. Messages that are not done are chosen again when they are due.
-func (l *lane) release(ctx context.Context, list []due) error {
-	limit := l.p.consumer.cfg.BatchMax
+// release retries due messages, and in order the messages behind them; one that was tried before
+// alone. The attempt is counted and committed before it begins: a message may end the process.
+// Messages that are not done are chosen again when they are due.
+func (l *lane) release(list []due) {
+	ctx, limit := l.p.ctx, l.p.consumer.cfg.BatchMax
 	if list[0].tried {
 		limit = 1
 	}
-	var seqs []int64
-	for _, d := range list[:min(len(list), limit)] {
-		if d.tried && len(seqs) > 0 {
-			break
-		}
-		seqs = append(seqs, d.seq)
+	msgs, err := l.released(ctx, limit, list)
+	if err != nil && !l.p.stopped() {
+		l.warn("could not read due parked messages; will retry", err)
 	}
-	msgs, err := l.released(ctx, limit, seqs)
-	if err != nil || len(msgs) == 0 {
-		return err
+	if len(msgs) == 0 { // or an operator has locked or discarded them
+		l.pause(l.p.consumer.cfg.RetryMin)
+		return
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
 	l.back = map[string]bool{}
 	for _, msg := range msgs {
 		if msg.large {
-			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1}) //nolint:contextcheck // the lane has its own
+			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1})
 			l.back[string(msg.Key)] = msg.Key != nil && l.p.consumer.holdsKeys()
 		} else if msg.attempts > l.p.consumer.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
@@ -118,10 +115,10 @@ func (l *lane) release(ctx context.Context, list []due) error {
 		}
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
-	if !l.process(msgs) { //nolint:contextcheck // the lane has its own
-		l.uncount(msgs) //nolint:contextcheck // as above
+	if !l.process(msgs) {
+		l.uncount(msgs)
 	}
-	return nil
+	signal(l.p.looked) // there may be more
 }
 
 var errNotStored = errors.New("the message was too large to be stored as a whole: it cannot be retried, only discarded")
@@ -146,9 +143,13 @@ const releaseBytesMax = 16 << 20
 
 // released reads the messages to retry, and stores the time of the release: the IDs of messages
 // that they publish contain it.
-func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Message, error) {
+func (l *lane) released(ctx context.Context, limit int, list []due) ([]*Message, error) {
 	ctx, cancel := l.p.consumer.bounded(ctx)
 	defer cancel()
+	seqs := make([]int64, len(list))
+	for i, d := range list {
+		seqs[i] = d.seq
+	}
 	behind := limit / max(len(seqs), 1) // for each due message, so that few messages are read and not handled
 	rows, err := l.p.consumer.pool.Query(ctx, l.p.consumer.sql[releaseSQL], l.p.name.ID(), l.p.pos.topic, l.p.pos.partition, limit, releaseBytesMax, seqs, behind)
 	if err != nil {

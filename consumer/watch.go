@@ -45,7 +45,7 @@ func (s *session) watch(ctx context.Context) {
 		}
 		do("poll for orders, pauses and due messages", s.poll)
 		s.retryDue(ctx)
-		s.commitMarks(ctx)
+		do("commit offsets to Kafka; the database has the position", s.commitMarks)
 		if time.Since(looked) >= s.consumer.lookEvery {
 			looked = time.Now()
 			do("compare partitions with their topics", s.look)
@@ -297,7 +297,8 @@ func (s *session) unreadable(key topicPartition, err error) {
 	defer s.mu.Unlock()
 	if a := s.assignments[key]; a != nil && a.p != nil && a.unreadable == nil {
 		a.unreadable = err
-		a.p.queue.fail()
+		a.p.queue.end()
+		s.pauseFetching([]topicPartition{key})
 	}
 }
 
@@ -320,7 +321,7 @@ func (s *session) haltUnreadable(ctx context.Context, key topicPartition, err er
 		return // it was revoked
 	}
 	s.stop(ctx, workers, min(s.consumer.cfg.DrainMax, againDrainMax))
-	s.commitMarks(ctx)
+	_ = s.commitMarks(ctx)
 	s.halt(key, problem, held{})
 	workers[0].lane.log(slog.LevelError, "partition halts", "error", problem)
 	workers[0].lane.store(problem.Error())

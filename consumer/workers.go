@@ -41,6 +41,7 @@ type line struct {
 	msgs  []*Message
 	dues  []due // parked messages, which come first
 	taken bool  // a lane has it, or it waits
+	ready bool  // it is in the list of lines that may have something
 }
 
 // share is what a lane takes: messages, or due parked messages, and the lines that it holds.
@@ -153,8 +154,9 @@ func (w *workers) add(msgs []*Message) {
 // offer makes a line available, if it has something.
 func (w *workers) offer(l *line) {
 	switch {
-	case l.taken:
+	case l.taken, l.ready:
 	case len(l.msgs)+len(l.dues) > 0:
+		l.ready = true
 		w.ready = append(w.ready, l)
 	case l.hash != nil:
 		delete(w.lines, *l.hash)
@@ -206,8 +208,6 @@ func (w *workers) take(n, batch int) (s share) {
 	for _, from := range w.ready {
 		some := 0
 		switch {
-		case from.taken || len(from.msgs)+len(from.dues) == 0: // it was offered twice
-			continue
 		case len(from.dues) > 0 && len(s.msgs) == 0 && (len(s.dues) > 0 || w.retrying < max(n/2, 1)):
 			for some < len(from.dues) && len(s.dues) < limitDues && (len(s.dues) == 0 || !from.dues[some].tried && !s.dues[0].tried) {
 				s.dues = append(s.dues, from.dues[some])
@@ -228,7 +228,7 @@ func (w *workers) take(n, batch int) (s share) {
 			kept = append(kept, from)
 			continue
 		}
-		from.taken = true
+		from.taken, from.ready = true, false
 		s.lines = append(s.lines, from)
 	}
 	if len(s.dues) > 0 {

@@ -249,6 +249,9 @@ func NewWaiting(client *kgo.Client, topic string, begin int64) *Waiting {
 // Arrive adds records.
 func (w *Waiting) Arrive(records ...*kgo.Record) { w.queue.add(records) }
 
+// End ends the queue of the partition.
+func (w *Waiting) End() { w.queue.end() }
+
 // Paused reports whether no more records are fetched.
 func (w *Waiting) Paused() bool { return w.queue.paused }
 

@@ -337,6 +337,12 @@ func TestHeadersCountForWhatWaits(t *testing.T) {
 	require.True(t, w.Full())
 	w.Take()
 	require.False(t, w.Full())
+
+	w.End()
+	for offset := range int64(20) {
+		w.Arrive(large(21 + offset))
+	}
+	require.False(t, w.Paused(), "what arrives late does not pause the fetching of the next holder")
 }
 
 // Property: parked messages that are retried are read in bounded memory, with their headers.

@@ -196,7 +196,7 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 // longer asked about the suspects: it may be what ends the process.
 const stuckMax = 3
 
-var errIDFuncEnds = errors.New("the last holders of the partition ended without finishing anything, perhaps in Config.IDFunc: it is not asked for the message's ID")
+var errIDFuncEnds = fmt.Errorf("%w; so did the ones before it, perhaps in Config.IDFunc, which is not asked", errSuspect)
 
 // try handles messages once, in one transaction.
 func (l *lane) try(msgs []*Message) *failure {
@@ -224,7 +224,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	l.works()
 	l.become(StateRunning, nil)
 	for _, parked := range out.parked {
-		if parked.Reason == reasonCrashed && parked.Retry {
+		if errors.Is(parked.Err, errSuspect) {
 			l.p.suspects.Add(-1) // duplicates are none
 		}
 	}

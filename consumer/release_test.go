@@ -213,3 +213,30 @@ func TestHeaderNamedAsOursIsRetried(t *testing.T) {
 	h.waitEffects(2)
 	require.NoError(t, stop())
 }
+
+// Property: a parked message that an operator's transaction locks waits for it; others that are due
+// are retried meanwhile.
+func TestLockedParkedMessageHoldsUpOnlyItself(t *testing.T) {
+	t.Parallel()
+	for name, order := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var fixed atomic.Bool
+			h := newHarness(t, 1)
+			stop := h.run(failing(&fixed), order)
+			h.produceKeyed("a:bad", "b:bad")
+			h.waitParked("permanent", "permanent")
+			fixed.Store(true)
+			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', released_at = NULL, retry_at = clock_timestamp() + interval '1 s'`)
+			tx, err := h.pool.Begin(t.Context())
+			require.NoError(t, err)
+			_, err = tx.Exec(t.Context(), `SELECT FROM effectonce.parked_messages WHERE key = 'a' FOR UPDATE`)
+			require.NoError(t, err)
+			h.waitEffects(1)
+			require.Equal(t, []string{"b:bad"}, h.values())
+			require.NoError(t, tx.Rollback(t.Context()))
+			h.waitEffects(2)
+			require.NoError(t, stop())
+		})
+	}
+}

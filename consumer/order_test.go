@@ -374,3 +374,37 @@ func TestUnorderedKeepsNothingThatIsDone(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, n, h.number(`SELECT count(DISTINCT value) FROM effects`))
 }
+
+// Property: with OrderByPartition a message that is tried again in place comes before every later
+// message of its partition, whatever their keys; with OrderByKey only its key waits.
+func TestRetriesInPlaceKeepTheOrder(t *testing.T) {
+	t.Parallel()
+	for name, order := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			var tries, late atomic.Int32
+			h.produceKeyed("a:1", "a:bad", "b:1", "a:2", "c:1")
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				done := 0
+				if err := tx.QueryRow(ctx, `SELECT count(*) FROM effects WHERE value = 'a:bad'`).Scan(&done); err != nil {
+					return err
+				}
+				switch value := string(msg.Value); {
+				case value == "a:bad" && tries.Add(1) < 4:
+					return errBad
+				case done == 0 && (value == "a:2" || name == "by partition" && value != "a:1" && value != "a:bad"):
+					late.Add(1)
+				}
+				return effect(ctx, tx, msg)
+			}), func(c *consumer.Config) {
+				order(c)
+				c.RetryMin, c.RetryMax = 20*time.Millisecond, 100*time.Millisecond
+			})
+			h.waitEffects(5)
+			require.NoError(t, stop())
+			require.Zero(t, late.Load(), "messages ran before an earlier one")
+			require.Empty(t, h.parked())
+		})
+	}
+}

@@ -141,14 +141,6 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 	return assigned, workers
 }
 
-func (s *session) pauseFetching(keys []topicPartition) {
-	list := map[string][]int32{}
-	for _, key := range keys {
-		list[key.topic] = append(list[key.topic], key.partition)
-	}
-	s.client.PauseFetchPartitions(list)
-}
-
 // hold decides where partitions begin and stores that under a new epoch. It returns an error only if
 // the database or all brokers fail. If one partition gets no answer, its waits is the reason.
 func (s *session) hold(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
@@ -454,20 +446,3 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 }
 
 func halted(problem error) error { return fmt.Errorf("the partition halts: %w", problem) }
-
-// giveUp stores that positions are released in good order.
-func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
-	if len(positions) == 0 {
-		return nil
-	}
-	topics, numbers, epochs := make([]string, len(positions)), make([]int32, len(positions)), make([]int64, len(positions))
-	for i, pos := range positions {
-		topics[i], numbers[i], epochs[i] = pos.topic, pos.partition, pos.epoch
-	}
-	ctx, cancel := context.WithTimeout(ctx, markMax)
-	defer cancel()
-	if _, err := c.pool.Exec(ctx, c.sql[givenUpSQL], c.cfg.Group, topics, numbers, epochs); err != nil {
-		return fmt.Errorf("release positions: %w", err)
-	}
-	return nil
-}

@@ -90,7 +90,11 @@ func (c *Consumer) transact(ctx context.Context, w *work, a *attempt) (outcome, 
 	if f := c.commit(ctx, a, w, s); f != nil {
 		return outcome{}, f
 	}
-	out.unheld = unheld(w.hints, claimed.held, s.keys)
+	out.unheld = slices.DeleteFunc(w.hints, func(key []byte) bool { // parked before, or by this transaction
+		_, before := claimed.held[keyHash(key)]
+		_, now := s.keys[keyHash(key)]
+		return before || now
+	})
 	out.commit = time.Since(begun) - out.claim - out.handle
 	out.taken, out.fresh, out.conflicts, out.parked = claimed.taken, len(s.handle), claimed.dropped, s.report()
 	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)

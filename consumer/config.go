@@ -303,12 +303,7 @@ func (c Config) withDefaults() (Config, error) {
 			report("Middleware %d is nil", i)
 		}
 	}
-	if c.Start > StartLatest {
-		report("Start %d: want StartEarliest or StartLatest", c.Start)
-	}
-	if c.OutOfRange > OutOfRangeResumeEarliest {
-		report("OutOfRange %d: want OutOfRangeHalt or OutOfRangeResumeEarliest", c.OutOfRange)
-	}
+	problems = append(problems, c.enums()...)
 	if _, err := c.idRule(); err != nil {
 		problems = append(problems, err)
 	}
@@ -328,16 +323,28 @@ func (c Config) withDefaults() (Config, error) {
 	return c, errors.Join(problems...)
 }
 
+func (c *Config) enums() (problems []error) {
+	for _, enum := range []struct {
+		field       string
+		value, last uint8
+		want        string
+	}{
+		{"Start", uint8(c.Start), uint8(StartLatest), "StartEarliest or StartLatest"},
+		{"OutOfRange", uint8(c.OutOfRange), uint8(OutOfRangeResumeEarliest), "OutOfRangeHalt or OutOfRangeResumeEarliest"},
+		{"Dedup", uint8(c.Dedup), uint8(DedupByPosition), "DedupByID or DedupByPosition"},
+		{"OnTombstone", uint8(c.OnTombstone), uint8(OnTombstoneSkip), "OnTombstonePark or OnTombstoneSkip"},
+		{"OnConflict", uint8(c.OnConflict), uint8(OnConflictDrop), "OnConflictPark or OnConflictDrop"},
+		{"Order", uint8(c.Order), uint8(OrderUnordered), "OrderByPartition, OrderByKey or OrderUnordered"},
+		{"OnFailure", uint8(c.OnFailure), uint8(OnFailureDeadLetter), "OnFailurePark, OnFailureBlock or OnFailureDeadLetter"},
+	} {
+		if enum.value > enum.last {
+			problems = append(problems, fmt.Errorf("%s %d: want %s", enum.field, enum.value, enum.want))
+		}
+	}
+	return problems
+}
+
 func (c *Config) dedup() (problems []error) {
-	if c.Dedup > DedupByPosition {
-		problems = append(problems, fmt.Errorf("Dedup %d: want DedupByID or DedupByPosition", c.Dedup))
-	}
-	if c.OnTombstone > OnTombstoneSkip {
-		problems = append(problems, fmt.Errorf("OnTombstone %d: want OnTombstonePark or OnTombstoneSkip", c.OnTombstone))
-	}
-	if c.OnConflict > OnConflictDrop {
-		problems = append(problems, fmt.Errorf("OnConflict %d: want OnConflictPark or OnConflictDrop", c.OnConflict))
-	}
 	if c.Forever && c.Window != 0 {
 		problems = append(problems, bounds.Problem("Window", c.Window, "none together with Forever"))
 		c.Window = 0
@@ -353,9 +360,6 @@ func (c *Config) order() (problems []error) {
 	problems = bounds.Ints(
 		bounds.Int{Field: "BatchMax", Value: &c.BatchMax, Default: 500, Min: 1, Max: 10_000},
 		bounds.Int{Field: "MessageBytesMax", Value: &c.MessageBytesMax, Default: 32 << 20, Min: 1 << 10, Max: 1 << 30})
-	if c.Order > OrderUnordered {
-		problems = append(problems, fmt.Errorf("Order %d: want OrderByPartition, OrderByKey or OrderUnordered", c.Order))
-	}
 	if c.Order == OrderByPartition {
 		if c.Workers > 1 {
 			problems = append(problems, bounds.Problem("Workers", c.Workers, "1 where Order is ByPartition"))
@@ -373,9 +377,6 @@ func (c *Config) failures() (problems []error) {
 	problems = bounds.Ints(
 		bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 10, Min: 1, Max: 1000},
 		bounds.Int{Field: "AbandonedMax", Value: &c.AbandonedMax, Default: 16, Min: 1, Max: 1000})
-	if c.OnFailure > OnFailureDeadLetter {
-		problems = append(problems, fmt.Errorf("OnFailure %d: want OnFailurePark, OnFailureBlock or OnFailureDeadLetter", c.OnFailure))
-	}
 	switch named := c.DeadLetterTopic != ""; {
 	case c.OnFailure != OnFailureDeadLetter && named:
 		problems = append(problems, fmt.Errorf("DeadLetterTopic %.260q: want none unless OnFailure is DeadLetter", c.DeadLetterTopic))

@@ -229,6 +229,14 @@ func (s *session) setOffset(key topicPartition, offset int64) {
 	s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: offset}}})
 }
 
+func (s *session) pauseFetching(keys []topicPartition) {
+	list := map[string][]int32{}
+	for _, key := range keys {
+		list[key.topic] = append(list[key.topic], key.partition)
+	}
+	s.client.PauseFetchPartitions(list)
+}
+
 // assigned is called by the client between the assignment of partitions and their first fetch. It
 // acquires them and returns where they resume: see decideStart. ctx ends with the assignment. A
 // partition that cannot be acquired yet is paused, and acquired later.
@@ -355,4 +363,21 @@ func (s *session) stop(ctx context.Context, partitions []*partition, limit time.
 		// The next holder treats this as a crash: see suspects.
 		s.consumer.cfg.Logger.WarnContext(ctx, "could not store the release of partitions", "group", s.consumer.cfg.Group, "error", err)
 	}
+}
+
+// giveUp stores that positions are released in good order.
+func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
+	if len(positions) == 0 {
+		return nil
+	}
+	topics, numbers, epochs := make([]string, len(positions)), make([]int32, len(positions)), make([]int64, len(positions))
+	for i, pos := range positions {
+		topics[i], numbers[i], epochs[i] = pos.topic, pos.partition, pos.epoch
+	}
+	ctx, cancel := context.WithTimeout(ctx, markMax)
+	defer cancel()
+	if _, err := c.pool.Exec(ctx, c.sql[givenUpSQL], c.cfg.Group, topics, numbers, epochs); err != nil {
+		return fmt.Errorf("release positions: %w", err)
+	}
+	return nil
 }

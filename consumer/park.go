@@ -106,18 +106,6 @@ func (h *heldKeys) add(keys map[keyHash]struct{}) {
 	}
 }
 
-// unheld lists the requested keys that are not held and were not parked by this transaction.
-func unheld(asked [][]byte, held, parked map[keyHash]struct{}) (keys [][]byte) {
-	for _, key := range asked {
-		_, still := held[keyHash(key)]
-		_, again := parked[keyHash(key)]
-		if !still && !again {
-			keys = append(keys, key)
-		}
-	}
-	return keys
-}
-
 // free removes keys. Only the caller that waited for the transaction may call it: an abandoned
 // attempt whose COMMIT is answered late does not know what was parked since then.
 func (h *heldKeys) free(keys [][]byte) {

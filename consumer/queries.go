@@ -106,8 +106,8 @@ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 // caughtUpSQL records that partitions were handled up to their end at a time of the database's
 // clock.
 const caughtUpSQL = `-- consumer.caught_up
-UPDATE effectonce.consumer_positions p SET caught_up_at = $5
-FROM unnest($2::text[], $3::int[], $4::bigint[], $6::bigint[], $7::boolean[]) AS t (topic, partition, epoch, delivered, nothing)
+UPDATE effectonce.consumer_positions p SET caught_up_at = $2
+FROM pg_catalog.jsonb_to_recordset($3::jsonb) AS t (topic text, partition int, epoch bigint, delivered bigint, nothing boolean)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch
   AND (p.next_offset >= t.delivered OR p.next_offset IS NULL AND t.nothing)`
 

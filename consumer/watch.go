@@ -125,18 +125,22 @@ func (s *session) poll(ctx context.Context) error {
 	}
 	for i, p := range workers {
 		if p != nil && p.queue.halt(paused[i]) {
-			text := "an operator paused the topic for the group: the partition waits"
-			if !paused[i] {
-				text = "an operator resumed the topic for the group"
-			}
-			p.lane.log(slog.LevelInfo, text)
-			s.mu.Lock()
-			p.paused = paused[i]
-			s.noteWork(p)
-			s.mu.Unlock()
+			s.notePause(p, paused[i])
 		}
 	}
 	return nil
+}
+
+func (s *session) notePause(p *partition, paused bool) {
+	text := "an operator paused the topic for the group: the partition waits"
+	if !paused {
+		text = "an operator resumed the topic for the group"
+	}
+	p.lane.log(slog.LevelInfo, text)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p.paused = paused
+	s.noteWork(p)
 }
 
 // acquireLater acquires partitions again, in a goroutine: others are looked after meanwhile.
@@ -201,6 +205,15 @@ func (s *session) retryDue(ctx context.Context) {
 // errStuck asks for a new session: the broker has records that the client does not return.
 var errStuck = errors.New("records exist in the topic but do not arrive: rejoining the group")
 
+// atEnd is a partition that is handled up to its end.
+type atEnd struct {
+	Topic     string `json:"topic"`
+	Partition int32  `json:"partition"`
+	Epoch     int64  `json:"epoch"`
+	Delivered int64  `json:"delivered"`
+	Nothing   bool   `json:"nothing"` // nothing arrived since it was acquired
+}
+
 // look stores which partitions are at their end, so that idle ones do not delay the removal of
 // claims. A partition that an open transaction of another program holds back is not at its end: its
 // records may be older than claims that would be removed. look also detects a stuck client, and logs
@@ -208,11 +221,10 @@ var errStuck = errors.New("records exist in the topic but do not arrive: rejoini
 func (s *session) look(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
-	logger, group := s.consumer.cfg.Logger, s.consumer.cfg.Group
 	s.mu.Lock()
 	for key, a := range s.assignments {
 		if a.state == StateHalted {
-			logger.ErrorContext(ctx, "partition still halts", "group", group, "topic", key.topic, "partition", key.partition, "error", a.err)
+			s.consumer.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.err)
 		}
 	}
 	s.mu.Unlock()
@@ -226,20 +238,15 @@ func (s *session) look(ctx context.Context) error {
 	}
 	admin := kadm.NewClient(s.client)
 	ends, err := admin.ListEndOffsets(ctx, s.consumer.cfg.Topics...)
-	if err != nil {
+	stable, stableErr := admin.ListCommittedOffsets(ctx, s.consumer.cfg.Topics...)
+	if err = errors.Join(err, stableErr); err != nil {
 		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
-	stable, err := admin.ListCommittedOffsets(ctx, s.consumer.cfg.Topics...)
-	if err != nil {
-		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
-	}
-	var topics []string
-	var numbers []int32
-	var epochs, delivered []int64
-	var nothing []bool
+	var list []atEnd
 	for _, p := range partitions {
 		end, ok := stable.Lookup(p.pos.topic, p.pos.partition)
-		if !ok || end.Err != nil {
+		last, found := ends.Lookup(p.pos.topic, p.pos.partition)
+		if !ok || !found || end.Err != nil || last.Err != nil {
 			continue
 		}
 		s.mu.Lock()
@@ -247,26 +254,20 @@ func (s *session) look(ctx context.Context) error {
 			a.end = end.Offset
 		}
 		s.mu.Unlock()
-		atEnd, stuck, upTo := p.compare(end.Offset)
-		if stuck {
+		switch arrived, stuck, upTo := p.compare(end.Offset); {
+		case stuck:
 			s.restart(fmt.Errorf("%s/%d: %w", p.pos.topic, p.pos.partition, errStuck))
 			return nil
-		}
-		if last, ok := ends.Lookup(p.pos.topic, p.pos.partition); !ok || last.Err != nil || last.Offset > end.Offset {
-			if ok && last.Err == nil && atEnd {
-				p.lane.log(slog.LevelWarn, "an open transaction of another program holds back records of the partition: end it, or claims are not forgotten", "readable_up_to", end.Offset, "end", last.Offset)
-			}
-			continue
-		}
-		if atEnd {
-			topics, numbers = append(topics, p.pos.topic), append(numbers, p.pos.partition)
-			epochs, delivered, nothing = append(epochs, p.pos.epoch), append(delivered, upTo), append(nothing, upTo == p.queue.begin)
+		case arrived && last.Offset > end.Offset:
+			p.lane.log(slog.LevelWarn, "an open transaction of another program holds back records of the partition: end it, or claims are not forgotten", "readable_up_to", end.Offset, "end", last.Offset)
+		case arrived:
+			list = append(list, atEnd{p.pos.topic, p.pos.partition, p.pos.epoch, upTo, upTo == p.queue.begin})
 		}
 	}
-	if len(topics) == 0 {
+	if len(list) == 0 {
 		return nil
 	}
-	if _, err := s.consumer.pool.Exec(ctx, s.consumer.sql[caughtUpSQL], group, topics, numbers, epochs, now, delivered, nothing); err != nil {
+	if _, err := s.consumer.pool.Exec(ctx, s.consumer.sql[caughtUpSQL], s.consumer.cfg.Group, now, list); err != nil {
 		return fmt.Errorf("store that partitions are at their end: %w", err)
 	}
 	return nil

@@ -35,23 +35,6 @@ func (s *statements) note(sql string) {
 	s.count[tag]++
 }
 
-func (s *statements) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	s.note(data.SQL)
-	return ctx
-}
-
-func (s *statements) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
-
-func (s *statements) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
-	return ctx
-}
-
-func (s *statements) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
-	s.note(data.SQL)
-}
-
-func (s *statements) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
-
 // reset forgets what was counted.
 func (s *statements) reset() {
 	s.mu.Lock()
@@ -128,7 +111,7 @@ func (h *harness) counting() (*pgxpool.Pool, *statements) {
 	h.t.Helper()
 	counted := &statements{count: map[string]int{}}
 	config := h.pool.Config()
-	config.ConnConfig.Tracer = counted
+	config.ConnConfig.Tracer = pgtest.Statements(counted.note)
 	pool := pgtest.PoolOf(h.t, config)
 	return pool, counted
 }

@@ -110,41 +110,27 @@ func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
 	for name, misbehave := range map[string]func(){
 		"panic": func() { panic("boom") }, "goexit": runtime.Goexit, "hangs": func() { <-left },
 	} {
-		for what, set := range map[string]func(*consumer.Config, func(*consumer.Message)){
-			"IDFunc": func(c *consumer.Config, f func(*consumer.Message)) {
-				c.IDFunc = func(msg *consumer.Message) []byte { f(msg); return msg.Value }
-			},
-			"Parked": func(c *consumer.Config, f func(*consumer.Message)) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			if name == "hangs" {
+				longtest.Only(t, "a limit that the other messages have, too")
+			}
+			h := newHarness(t, 1)
+			h.produceWith(nil, "a", "bad", "b", "bad", "c")
+			stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+				c.HandlerTimeout = 500 * time.Millisecond
 				c.IDFunc = func(msg *consumer.Message) []byte {
 					if string(msg.Value) == "bad" {
-						panic("a message without an ID")
+						misbehave()
 					}
 					return msg.Value
 				}
-				c.Hooks.Parked = func(p consumer.Parked) { f(p.Message) }
-			},
-		} {
-			t.Run(what+" "+name, func(t *testing.T) {
-				t.Parallel()
-				if name == "hangs" {
-					longtest.Only(t, "a limit that the other messages have, too")
-				}
-				h := newHarness(t, 1)
-				h.produceWith(nil, "a", "bad", "b", "bad", "c")
-				stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
-					c.HandlerTimeout = 500 * time.Millisecond
-					set(c, func(msg *consumer.Message) {
-						if string(msg.Value) == "bad" {
-							misbehave()
-						}
-					})
-				})
-				h.wait("position", func() bool { return h.position() == 5 })
-				require.NoError(t, stop())
-				require.Equal(t, []string{"a", "b", "c"}, h.values())
-				require.Equal(t, []string{"bad invalid parked", "bad invalid parked"}, h.parked())
 			})
-		}
+			h.wait("position", func() bool { return h.position() == 5 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a", "b", "c"}, h.values())
+			require.Equal(t, []string{"bad invalid parked", "bad invalid parked"}, h.parked())
+		})
 	}
 }
 

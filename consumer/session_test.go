@@ -119,6 +119,14 @@ func TestSessionEndsWithItsMessage(t *testing.T) {
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effects WHERE value = 'role' AND who = $1`, role))
 }
 
+// errUnless is an error unless err is the expected one.
+func errUnless(expected, err error) error {
+	if errors.Is(err, expected) {
+		return nil
+	}
+	return fmt.Errorf("want %w, got %w", expected, err)
+}
+
 // Property: a rollback to a savepoint takes along what was published since, however the savepoint is
 // made; a release keeps it.
 func TestSavepointsTakePublishedMessagesAlong(t *testing.T) {
@@ -140,6 +148,7 @@ func TestSavepointsTakePublishedMessagesAlong(t *testing.T) {
 		return errors.Join(
 			publish(ctx, tx, "kept 1"), run(`SAVEPOINT a`), publish(ctx, tx, "undone"), run(`ROLLBACK TO a`),
 			publish(ctx, tx, "undone, too"), run(`rollback transaction to savepoint "a";`), publish(ctx, tx, "kept 2"), run(`RELEASE a`),
+			errUnless(errBad, pgx.BeginFunc(ctx, tx, func(nested pgx.Tx) error { return errors.Join(publish(ctx, nested, "undone by pgx"), errBad) })),
 			batch(`SAVEPOINT b`), publish(ctx, tx, "undone in a batch"), batch(`SELECT 1`, `/* x */ ROLLBACK TO SAVEPOINT b`),
 			effect(ctx, tx, msg))
 	}), nil)

@@ -1,7 +1,6 @@
 package dedup_test
 
 import (
-	"context"
 	"strings"
 	"testing"
 	"time"
@@ -145,40 +144,20 @@ func TestClaimIsOneStatement(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	config := pool.Config().ConnConfig
-	statements := &recorder{}
-	config.Tracer = statements
+	var statements []string
+	config.Tracer = pgtest.Statements(func(sql string) { statements = append(statements, sql) })
 	conn, err := pgx.ConnectConfig(t.Context(), config)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, conn.Close(t.Context())) }()
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
-	statements.list = nil
+	statements = nil
 	_, err = newClaims(t).ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages(newIDs(t, 1000)))
 	require.NoError(t, err)
-	require.Len(t, statements.list, 1)
-	assert.Contains(t, statements.list[0], "-- dedup.claim\n")
+	require.Len(t, statements, 1)
+	assert.Contains(t, statements[0], "-- dedup.claim\n")
 	require.NoError(t, tx.Rollback(t.Context()))
 }
-
-// recorder keeps the text of every statement that a connection sends.
-type recorder struct{ list []string }
-
-func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	r.list = append(r.list, data.SQL)
-	return ctx
-}
-
-func (r *recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
-
-func (r *recorder) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
-	return ctx
-}
-
-func (r *recorder) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
-	r.list = append(r.list, data.SQL)
-}
-
-func (r *recorder) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
 
 // S8: everything happens in the configured schema, whatever the search path offers instead; there is
 // no other schema of this library in this database.

@@ -92,12 +92,13 @@ func TestACallIsOneRoundTrip(t *testing.T) {
 	t.Parallel()
 	config, err := pgx.ParseConfig(pgtest.Database(t))
 	require.NoError(t, err)
-	statements, writes := &recorder{}, &atomic.Int64{}
-	config.Tracer = statements
+	var statements []string
+	var writes atomic.Int64
+	config.Tracer = pgtest.Statements(func(sql string) { statements = append(statements, sql) })
 	dial := config.DialFunc
 	config.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 		conn, err := dial(ctx, network, address)
-		return countedConn{conn, writes}, err
+		return countedConn{conn, &writes}, err
 	}
 	conn, err := pgx.ConnectConfig(t.Context(), config)
 	require.NoError(t, err)
@@ -109,7 +110,7 @@ func TestACallIsOneRoundTrip(t *testing.T) {
 	require.NoError(t, outbox.Publish(t.Context(), tx, message, message)) // … and that for many
 
 	for _, n := range []int{0, 1, 10, 500} {
-		statements.list = nil
+		statements = nil
 		writes.Store(0)
 		msgs := make([]outbox.Message, n)
 		for i := range msgs {
@@ -117,12 +118,12 @@ func TestACallIsOneRoundTrip(t *testing.T) {
 		}
 		require.NoError(t, outbox.Publish(t.Context(), tx, msgs...))
 		if n == 0 {
-			assert.Empty(t, statements.list)
+			assert.Empty(t, statements)
 			assert.Zero(t, writes.Load())
 			continue
 		}
-		require.Len(t, statements.list, 1)
-		assert.Contains(t, statements.list[0], "-- outbox.publish\n")
+		require.Len(t, statements, 1)
+		assert.Contains(t, statements[0], "-- outbox.publish\n")
 		assert.Equal(t, int64(1), writes.Load(), "%d messages", n)
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
@@ -138,16 +139,6 @@ func (c countedConn) Write(b []byte) (int, error) {
 	c.writes.Add(1)
 	return c.Conn.Write(b)
 }
-
-// recorder keeps the text of every statement that a connection sends.
-type recorder struct{ list []string }
-
-func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	r.list = append(r.list, data.SQL)
-	return ctx
-}
-
-func (r *recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // O36: key and payload are kept byte for byte, and null is not empty: neither for the key nor for
 // the payload, where null is a tombstone.
@@ -306,14 +297,14 @@ func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	config := pool.Config().ConnConfig
-	statements := &recorder{}
-	config.Tracer = statements
+	var statements []string
+	config.Tracer = pgtest.Statements(func(sql string) { statements = append(statements, sql) })
 	conn, err := pgx.ConnectConfig(t.Context(), config)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, conn.Close(t.Context())) }()
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
-	statements.list = nil
+	statements = nil
 
 	buffer := outbox.NewBuffer()
 	require.NoError(t, buffer.Flush(t.Context(), tx), "an empty buffer")
@@ -324,11 +315,11 @@ func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	}
 	require.NoError(t, buffer.Add(t.Context()))
 	assert.Equal(t, 100, buffer.Len())
-	assert.Empty(t, statements.list)
+	assert.Empty(t, statements)
 	require.NoError(t, buffer.Flush(t.Context(), tx))
 	assert.Zero(t, buffer.Len())
 	require.NoError(t, buffer.Flush(t.Context(), tx))
-	assert.Len(t, statements.list, 1)
+	assert.Len(t, statements, 1)
 	require.NoError(t, tx.Commit(t.Context()))
 
 	stored := rows(t, pool)

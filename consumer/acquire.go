@@ -245,14 +245,13 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 	a.attempt, a.retryAt, a.seen, a.unreadable = 0, time.Time{}, nil, nil
 	a.said.End("")
 	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID)
-	p.during, p.paused = during, t.paused
+	p.during = during
 	p.marked = func(next int64) { s.mark(p, next) }
 	p.refused = func(f *failure) { s.refused(p, f) }
-	p.noted = func(who any, does laneState) { s.noteLane(p, who, does) }
 	p.queue.start(t.decision.at)
-	p.queue.halt(t.paused)
+	p.halt(t.paused)
 	a.p = p
-	s.noteWork(p)
+	a.become(StateRunning, nil)
 	if t.decision.moved {
 		// Kafka's offset may be behind and committed by another program, which would undo the move.
 		a.mark = t.decision.at

@@ -129,7 +129,7 @@ func State(c *Consumer, topic string, partition int32) string {
 	if a == nil {
 		return ""
 	}
-	return a.state.String()
+	return a.status().State.String()
 }
 
 // Meet makes first contact with a topic whose partitions end at ends, and takes all of them over.

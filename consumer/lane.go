@@ -231,7 +231,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	for _, msg := range msgs {
 		msg.counted = false
 		if msg.blocks {
-			l.p.noted(msg, laneState{state: StateRunning})
+			l.p.note(msg, laneState{state: StateRunning})
 		}
 	}
 	if l.troubled && w.released() {

@@ -38,12 +38,14 @@ type partition struct {
 	// suspects are messages that the last holder may have been handling when it ended.
 	suspects atomic.Int64
 
-	marked    func(next int64)              // called when all before next is done
-	committed func(out outcome)             // called after each transaction
-	refused   func(f *failure)              // called when the position was refused: the partition ends, and is acquired again
-	noted     func(who any, does laneState) // called when the state of a lane has changed
-	paused    bool                          // by an operator; the session's mutex guards this and lanes
-	lanes     map[any]laneState             // lanes, and messages that block, unless they run
+	marked    func(next int64)  // called when all before next is done
+	committed func(out outcome) // called after each transaction
+	refused   func(f *failure)  // called when the position was refused: the partition ends, and is acquired again
+
+	noting sync.Mutex        // guards what follows
+	states map[any]laneState // of lanes, of messages that block, and of the partition if it is paused, unless they run
+	does   laneState         // the worst of them
+	since  time.Time         // when that state began
 
 	during   uint64                    // this poll, and earlier ones, may return records that were fetched before the partition began
 	looked   chan struct{}             // buffers one signal: parked messages are due
@@ -65,7 +67,7 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
 		pos: pos, topicID: topicID, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
 		queue: newQueue(client, pos.topic, pos.partition, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
-		marked: func(int64) {}, committed: func(outcome) {}, noted: func(any, laneState) {}, lanes: map[any]laneState{}, looked: make(chan struct{}, 1),
+		marked: func(int64) {}, committed: func(outcome) {}, states: map[any]laneState{}, does: laneState{state: StateRunning}, since: time.Now(), looked: make(chan struct{}, 1),
 	}
 	p.ctx, p.cancel = context.WithCancel(ctx)
 	p.workers, p.lane = newWorkers(c.cfg.Order, c.cfg.BatchMax), p.newLane()

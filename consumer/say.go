@@ -61,7 +61,7 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 // its key, or only itself, by Config.Order.
 func (l *lane) block(msg *Message, state PartitionState, why *parking, text string, n next) next {
 	msg.blocks = true
-	l.p.noted(msg, laneState{state, why.err})
+	l.p.note(msg, laneState{state, why.err})
 	l.blocks(slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", n.wait)
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
 	return n

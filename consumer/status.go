@@ -118,9 +118,8 @@ type assignment struct {
 	pos     *position  // as last acquired; nil: not acquired
 	topicID uuid.UUID
 
-	state PartitionState
-	since time.Time      // when the state began
-	err   error          // why it does not run, or why it retries a message; nil: neither
+	does  laneState      // without a worker
+	since time.Time      // when that state began
 	told  PartitionState // by Hooks.State
 
 	reached int64 // this assignment handled everything before this offset; -1: unknown
@@ -141,10 +140,20 @@ type assignment struct {
 }
 
 func (a *assignment) become(state PartitionState, err error) {
-	if a.state != state {
+	if a.does.state != state {
 		a.since = time.Now()
 	}
-	a.state, a.err = state, err
+	a.does = laneState{state, err}
+}
+
+// now is the state of the partition, and since when.
+func (a *assignment) now() (laneState, time.Time) {
+	if a.p == nil {
+		return a.does, a.since
+	}
+	a.p.noting.Lock()
+	defer a.p.noting.Unlock()
+	return a.p.does, a.p.since
 }
 
 // saw stores what an acquisition found.
@@ -166,39 +175,37 @@ func (l *lane) become(state PartitionState, err error) {
 		return
 	}
 	l.does = now
-	l.p.noted(l, now)
+	l.p.note(l, now)
 }
 
-// noteLane records the state of a lane of a partition, or of a message that blocks. It changes nothing
-// if the partition was taken from the session: then it drains, whatever its lanes do.
-func (s *session) noteLane(p *partition, who any, does laneState) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if does == (laneState{state: StateRunning}) {
-		delete(p.lanes, who)
-	} else {
-		p.lanes[who] = does
-	}
-	s.noteWork(p)
-}
-
-// noteWork sets the state of a running partition: the worst state of its lanes, or that its topic
-// is paused. The caller holds the mutex.
-func (s *session) noteWork(p *partition) {
-	a := s.assignments[p.key()]
-	if a == nil || a.p != p {
-		return
+// note records the state of a lane, of a message that blocks, or of a partition that an operator
+// paused. That of the partition is the worst of them.
+func (p *partition) note(who any, does laneState) {
+	p.noting.Lock()
+	defer p.noting.Unlock()
+	if p.states[who] = does; does == (laneState{state: StateRunning}) {
+		delete(p.states, who)
 	}
 	worst := laneState{state: StateRunning}
-	if p.paused {
-		worst = laneState{StatePausedByOperator, errPaused}
-	}
-	for _, does := range p.lanes {
+	for _, does := range p.states {
 		if does.state > worst.state || does.state == worst.state && worst.err == nil {
 			worst = does
 		}
 	}
-	a.become(worst.state, worst.err)
+	if worst.state != p.does.state {
+		p.since = time.Now()
+	}
+	p.does = worst
+}
+
+// halt begins or ends an operator's pause. It reports whether that changed anything.
+func (p *partition) halt(paused bool) bool {
+	does := laneState{state: StateRunning}
+	if paused {
+		does = laneState{StatePausedByOperator, errPaused}
+	}
+	p.note(p, does)
+	return p.queue.halt(paused)
 }
 
 // Status returns the state of the consumer and its partitions. It reads memory only, is safe for
@@ -229,9 +236,10 @@ func (c *Consumer) Status() Status {
 }
 
 func (a *assignment) status() PartitionStatus {
-	status := PartitionStatus{Topic: a.key.topic, Partition: a.key.partition, State: a.state, Since: a.since, Position: -1, Lag: -1}
-	if a.err != nil {
-		status.Err = a.err.Error()
+	does, since := a.now()
+	status := PartitionStatus{Topic: a.key.topic, Partition: a.key.partition, State: does.state, Since: since, Position: -1, Lag: -1}
+	if does.err != nil {
+		status.Err = does.err.Error()
 	}
 	if a.pos != nil {
 		status.Epoch, status.Position = a.pos.epoch, a.pos.next.Load()
@@ -273,9 +281,9 @@ func (s *session) tellStates() {
 	var changes []StateChange
 	s.mu.Lock()
 	for key, a := range s.assignments {
-		if a.told != a.state {
-			changes = append(changes, StateChange{Topic: key.topic, Partition: key.partition, From: a.told, To: a.state, Err: a.err})
-			a.told = a.state
+		if does, _ := a.now(); a.told != does.state {
+			changes = append(changes, StateChange{Topic: key.topic, Partition: key.partition, From: a.told, To: does.state, Err: does.err})
+			a.told = does.state
 		}
 	}
 	changes, s.untold = append(s.untold, changes...), nil

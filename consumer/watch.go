@@ -87,7 +87,7 @@ func (s *session) poll(ctx context.Context) error {
 	var known []*int64
 	s.mu.Lock()
 	for key, a := range s.assignments {
-		if a.pos == nil || a.p == nil && a.state != StateHalted {
+		if a.pos == nil || a.p == nil && a.does.state != StateHalted {
 			continue
 		}
 		list, workers = append(list, a), append(workers, a.p)
@@ -124,23 +124,15 @@ func (s *session) poll(ctx context.Context) error {
 		}
 	}
 	for i, p := range workers {
-		if p != nil && p.queue.halt(paused[i]) {
-			s.notePause(p, paused[i])
+		if p != nil && p.halt(paused[i]) {
+			text := "an operator paused the topic for the group: the partition waits"
+			if !paused[i] {
+				text = "an operator resumed the topic for the group"
+			}
+			p.lane.log(slog.LevelInfo, text)
 		}
 	}
 	return nil
-}
-
-func (s *session) notePause(p *partition, paused bool) {
-	text := "an operator paused the topic for the group: the partition waits"
-	if !paused {
-		text = "an operator resumed the topic for the group"
-	}
-	p.lane.log(slog.LevelInfo, text)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	p.paused = paused
-	s.noteWork(p)
 }
 
 // acquireLater acquires partitions again, in a goroutine: others are looked after meanwhile.
@@ -223,8 +215,8 @@ func (s *session) look(ctx context.Context) error {
 	defer cancel()
 	s.mu.Lock()
 	for key, a := range s.assignments {
-		if a.state == StateHalted {
-			s.consumer.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.err)
+		if a.p == nil && a.does.state == StateHalted {
+			s.consumer.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.does.err)
 		}
 	}
 	s.mu.Unlock()

@@ -55,7 +55,9 @@ func (l *lane) work() {
 		} else if !l.process(next.msgs) {
 			return
 		}
-		p.workers.done(next, l.later)
+		if p.workers.done(next, l.later) {
+			signal(p.looked) // more may be due
+		}
 	}
 }
 

@@ -259,17 +259,13 @@ UPDATE effectonce.parked_messages SET state = $2, reason = $3, error = $4, attem
   retry_at = clock_timestamp() + $6::interval, released_at = CASE WHEN $2 = 'retry' THEN released_at END
 WHERE seq = $1`
 
-// uncountSQL takes back attempts that did not begin.
-const uncountSQL = `-- consumer.uncount
-UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($1::bigint[]) AND state = 'retry' AND attempts > 0`
-
 // newQueries returns the statements for one schema, by their text here.
 func newQueries(schema string) map[string]string {
 	queries := map[string]string{}
 	for _, sql := range []string{
 		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, resetSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
 		lockHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, touchHeadsSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
-		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL,
+		lockParkedSQL, unparkSQL, setBackSQL,
 	} {
 		queries[sql] = migrations.InSchema(sql, schema)
 	}

@@ -110,33 +110,15 @@ func (l *lane) release(list []due) {
 			l.back[string(msg.Key)] = msg.Key != nil && l.p.consumer.holdsKeys()
 		} else if msg.attempts > l.p.consumer.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
-			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts), attempts: msg.attempts}
+			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d did not end, and Config.AttemptsMax is %d: the message seems to end the process", msg.attempts, l.p.consumer.cfg.AttemptsMax), attempts: msg.attempts}
 			l.report(msg, "message is "+l.p.consumer.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
 		}
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
-	if !l.process(msgs) {
-		l.uncount(msgs)
-	}
-	signal(l.p.looked) // there may be more
+	l.process(msgs) // if the lane stops, attempts count that did not begin
 }
 
 var errNotStored = errors.New("the message was too large to be stored as a whole: it cannot be retried, only discarded")
-
-// uncount takes back attempts that did not begin because the lane stopped.
-func (l *lane) uncount(msgs []*Message) {
-	var rows []int64
-	for _, msg := range msgs {
-		if msg.counted {
-			rows = append(rows, msg.row)
-		}
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(l.p.ctx), answerGrace)
-	defer cancel()
-	if len(rows) > 0 {
-		_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[uncountSQL], rows) // otherwise they count as attempts that ended the process
-	}
-}
 
 // releaseBytesMax bounds the bytes of parked messages in memory.
 const releaseBytesMax = 16 << 20

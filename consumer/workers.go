@@ -279,8 +279,9 @@ func (p *postponed) takes(msg *Message) bool {
 	return waits
 }
 
-// done ends a share. What is postponed goes back to the front of its lines, which wait.
-func (w *workers) done(s share, later *postponed) {
+// done ends a share. What is postponed goes back to the front of its lines, which wait. It reports
+// whether the share was the last one of due messages.
+func (w *workers) done(s share, later *postponed) (last bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, from := range s.lines {
@@ -329,6 +330,7 @@ func (w *workers) done(s share, later *postponed) {
 	}
 	signal(w.wake)
 	signal(w.room)
+	return len(s.dues) > 0 && len(w.releasing) == 0
 }
 
 // low returns the offset up to which everything is done.

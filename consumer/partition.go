@@ -9,10 +9,11 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/effectonce/effectonce/dedup"
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/dedup"
 )
 
 // partition is a partition that this consumer holds. Its dispatcher gives the records of the queue to

@@ -317,5 +317,5 @@ func (s *session) haltUnreadable(ctx context.Context, key topicPartition, err er
 	_ = s.commitMarks(ctx)
 	s.halt(key, problem, held{})
 	workers[0].lane.log(slog.LevelError, "partition halts", "error", problem)
-	workers[0].lane.store(problem.Error())
+	workers[0].lane.store(problem.Error()) //nolint:contextcheck // the lane has its own
 }

@@ -49,7 +49,7 @@ func (l *lane) work() {
 			}
 			continue
 		}
-		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}
+		l.later, l.back = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}, map[string]bool{}
 		if len(next.dues) > 0 {
 			l.release(next.dues)
 		} else if !l.process(next.msgs) {

@@ -103,7 +103,6 @@ func (l *lane) release(list []due) {
 		return
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
-	l.back = map[string]bool{}
 	for _, msg := range msgs {
 		if msg.large {
 			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1})

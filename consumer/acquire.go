@@ -238,7 +238,7 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	a := s.assignments[key]
-	if s.closing || a == nil {
+	if a == nil {
 		return
 	}
 	a.saw(t)

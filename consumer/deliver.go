@@ -23,7 +23,7 @@ type Delivered struct {
 // Kafka: for tests, and for records from another source. It handles the records of a partition in
 // the given order. Topic, partition, offset and timestamp count as if they came from Kafka, but a claim
 // that is gone is not missed by its offset, only by its times: records may leave offsets out. Parked
-// messages that are due are handled first. Deliver returns when all messages are done or parked, also
+// messages that are due begin first. Deliver returns when all messages are done or parked, also
 // those that a later call tries again; or with an error when ctx ends, or another consumer took the
 // partition. Then uncommitted work was rolled back, and delivering all records again is safe. Do not
 // call it while Run consumes the same partitions: each would take them from the other.

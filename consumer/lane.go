@@ -5,13 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"time"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgerr"
-	"github.com/effectonce/effectonce/internal/say"
 )
 
 // lane handles shares of a partition's messages, in order, transaction by transaction, until each
@@ -25,7 +23,6 @@ type lane struct {
 	troubled bool            // the position says why it does not continue
 	does     laneState
 
-	said     say.Lines
 	problems []string // that keep messages from being handled
 }
 
@@ -58,6 +55,7 @@ func (l *lane) work() {
 		if p.workers.done(next, l.later) {
 			signal(p.looked) // more may be due
 		}
+		l.become(StateRunning, nil) // what it postponed has a state of its own
 	}
 }
 
@@ -137,6 +135,10 @@ func (l *lane) finish(msgs []*Message) bool {
 			cmp.Or(f.letter.original, f.letter.Message).park = f.letter.keep(f.err)
 		case v == verdictFenced:
 			ok = l.fenced(f)
+		case v == verdictDivide && len(msgs) == 1 && msgs[0].row == 0:
+			why := &parking{reason: reasonFailed, err: f.err, attempts: msgs[0].attempts}
+			l.later.add(msgs[0], l.block(msgs[0], StateBlocked, why, "the database cannot store what belongs to the message, which blocks its partition", next{wait: l.p.consumer.cfg.RetryMax}))
+			return true
 		case v == verdictRepeat, v == verdictWait, v == verdictDivide && len(msgs) == 1:
 			waits++
 			ok = l.wait(waits, f)
@@ -188,8 +190,10 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 		l.later.add(msgs[0], next)
 		return msgs[1:], true
 	case next.wait > 0:
-		l.pause(next.wait)
-		return msgs[1:], !l.p.stopped() && l.finish(msgs[:1]) // it is tried again alone
+		if l.pause(next.wait); len(msgs) == 1 || l.p.stopped() {
+			return msgs, !l.p.stopped()
+		}
+		return msgs[1:], l.finish(msgs[:1]) // it is tried again alone
 	}
 	return msgs, !l.p.stopped() // it is parked together with the following messages
 }
@@ -206,7 +210,7 @@ func (l *lane) try(msgs []*Message) *failure {
 		msgs[0].first = time.Now()
 	}
 	for _, msg := range msgs {
-		if l.p.suspects.Load() == 0 || msg.row != 0 || msg.park != nil {
+		if l.p.suspects.Load() <= 0 || msg.row != 0 || msg.park != nil {
 			continue
 		}
 		msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
@@ -232,9 +236,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	for _, msg := range msgs {
 		msg.counted = false
-		if msg.blocks {
-			l.p.note(msg, laneState{state: StateRunning})
-		}
+		l.unblock(msg)
 	}
 	if l.troubled && w.released() {
 		l.storeTrouble(nil) // otherwise the position's next advance removes it
@@ -277,7 +279,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	if v == verdictCount && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
 		msg.conflicts++
 		wait := l.p.consumer.backoff(msg.conflicts)
-		l.become(StateRunning, f.err)
+		l.note(msg, StateRunning, f.err)
 		l.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
 		return next{wait: wait}
 	}
@@ -318,7 +320,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	case cfg.OnFailure == OnFailureBlock:
 		return l.block(msg, StateBlocked, why, "message fails and blocks its partition until it succeeds", next{wait: why.wait})
 	case !final && why.wait < inPlaceMax-time.Since(msg.first):
-		l.become(StateRunning, f.err)
+		l.note(msg, StateRunning, f.err)
 		l.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
 		return next{wait: why.wait}
 	}
@@ -373,7 +375,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if errors.Is(f.err, errPool) {
 		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
 	}
-	l.blocks(slog.LevelWarn, text, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
+	l.blocks(text, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	if waits%waitsStored == 0 {
 		l.store(fmt.Sprintf("%s, attempt %d: %v", text, waits, f.err))
 	}

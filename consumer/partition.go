@@ -14,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/say"
 )
 
 // partition is a partition that this consumer holds. Its dispatcher gives the records of the queue to
@@ -43,6 +44,7 @@ type partition struct {
 	committed func(out outcome) // called after each transaction
 	refused   func(f *failure)  // called when the position was refused: the partition ends, and is acquired again
 
+	said   say.Lines
 	noting sync.Mutex        // guards what follows
 	states map[any]laneState // of lanes, of messages that block, and of the partition if it is paused, unless they run
 	does   laneState         // the worst of them
@@ -107,7 +109,7 @@ func (p *partition) run() {
 	}
 	p.lane.become(StateRunning, nil)
 	if p.finite {
-		signal(p.looked) // what is due comes first
+		p.release() // what is due comes first
 	}
 	var running sync.WaitGroup
 	for range p.consumer.cfg.Workers {
@@ -116,6 +118,7 @@ func (p *partition) run() {
 	finished := p.dispatch()
 	p.stop()
 	running.Wait()
+	p.workers.end()
 	if p.ctx.Err() == nil {
 		p.ended = p.advanceDone() && finished && p.pos.next.Load() >= p.workers.low().behind
 	}
@@ -144,7 +147,10 @@ func (p *partition) dispatch() (finished bool) {
 		signal(p.workers.wake) // the topic may have been resumed
 		if p.finite && len(p.looked) == 0 && p.workers.idle() && p.queue.empty() {
 			list, err := p.due()
-			if err != nil || len(list) == 0 {
+			if err != nil {
+				p.lane.warn("could not read due parked messages", err)
+			}
+			if len(list) == 0 {
 				return err == nil
 			}
 			signal(p.looked)
@@ -197,6 +203,7 @@ func (p *partition) advanceDone() bool {
 func (p *partition) advanceIdle() bool {
 	behind, at := p.queue.behindControl()
 	if behind == 0 || p.pos.next.Load() >= behind {
+		p.lane.become(StateRunning, nil)
 		return true
 	}
 	return p.advance(passed{behind, at})
@@ -217,6 +224,7 @@ func (p *partition) advance(to passed) bool {
 	}
 	switch {
 	case err == nil:
+		p.lane.works()
 		p.lane.become(StateRunning, nil)
 		p.pos.set(stored)
 		p.marked(to.behind)

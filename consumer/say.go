@@ -14,16 +14,16 @@ import (
 // warn logs a problem that does not stop messages from being handled: when it begins, then at most
 // every 30 s with a count.
 func (l *lane) warn(text string, err error, attrs ...any) {
-	if times, due := l.said.Due(text, false); due {
+	if times, due := l.p.said.Due(text, false); due {
 		l.log(slog.LevelWarn, text, append([]any{"error", err, "times", times}, attrs...)...)
 	}
 }
 
 // blocks does the same for a problem that keeps messages from being handled. The next committed
 // transaction ends it: see works.
-func (l *lane) blocks(level slog.Level, text string, err error, attrs ...any) {
-	if times, due := l.said.Due(text, true); due {
-		l.log(level, text, append([]any{"error", err, "times", times}, attrs...)...)
+func (l *lane) blocks(text string, err error, attrs ...any) {
+	if times, due := l.p.said.Due(text, true); due {
+		l.log(slog.LevelWarn, text, append([]any{"error", err, "times", times}, attrs...)...)
 	}
 	if !slices.Contains(l.problems, text) {
 		l.problems = append(l.problems, text)
@@ -33,11 +33,15 @@ func (l *lane) blocks(level slog.Level, text string, err error, attrs ...any) {
 // works logs that messages are handled again.
 func (l *lane) works() {
 	for _, text := range l.problems {
-		if ended, ok := l.said.End(text); ok {
-			l.log(slog.LevelInfo, "partition works again", "after", text, "times", ended.Times, "lasted", ended.Lasted)
-		}
+		l.ended(text)
 	}
 	l.problems = nil
+}
+
+func (l *lane) ended(text string) {
+	if ended, ok := l.p.said.End(text); ok {
+		l.log(slog.LevelInfo, "partition works again", "after", text, "times", ended.Times, "lasted", ended.Lasted)
+	}
 }
 
 // log writes a line about the lane's partition.
@@ -57,14 +61,33 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 	l.log(slog.LevelError, text, append([]any{"offset", msg.Offset, "id", msg.ID, "error", err}, attrs...)...)
 }
 
+// note records, in the status, that a message is tried again or blocks.
+func (l *lane) note(msg *Message, state PartitionState, err error) {
+	msg.noted = true
+	l.p.note(msg, laneState{state, err})
+}
+
 // block records, in the log, in the status and in the database, that a message blocks its partition,
 // its key, or only itself, by Config.Order.
 func (l *lane) block(msg *Message, state PartitionState, why *parking, text string, n next) next {
-	msg.blocks = true
-	l.p.note(msg, laneState{state, why.err})
-	l.blocks(slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", n.wait)
+	l.note(msg, state, why.err)
+	msg.blocks = text
+	if times, due := l.p.said.Due(text, true); due {
+		l.log(slog.LevelError, text, "error", why.err, "times", times, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", n.wait)
+	}
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
 	return n
+}
+
+// unblock ends that.
+func (l *lane) unblock(msg *Message) {
+	if msg.noted {
+		l.p.note(msg, laneState{state: StateRunning})
+	}
+	if msg.blocks != "" {
+		l.ended(msg.blocks)
+	}
+	msg.noted, msg.blocks = false, ""
 }
 
 // store writes to the position why the partition does not continue. The next advance clears it.

@@ -20,11 +20,12 @@ type workers struct {
 	room     chan struct{} // buffers one signal: something was taken or done
 
 	mu        sync.Mutex
-	lines     map[keyHash]*line  // of the keys that have messages waiting or in progress
-	ready     []*line            // that may have messages to be taken, in the order in which they came
-	waiting   int                // messages
-	bytes     int                // of these
-	paused    time.Time          // until then nothing is taken
+	lines     map[keyHash]*line // of the keys that have messages waiting or in progress
+	ready     []*line           // that may have messages to be taken, in the order in which they came
+	waiting   int               // messages
+	bytes     int               // of these
+	paused    time.Time         // until then nothing is taken
+	ended     bool
 	retrying  int                // lanes that retry parked messages
 	releasing map[int64]struct{} // parked messages that wait for a lane, or have one
 
@@ -111,14 +112,10 @@ func (m *Message) alone() *Message {
 
 // line returns the line of a key; the caller holds the mutex.
 func (w *workers) line(hash []byte) *line {
-	var key keyHash // of the partition
-	switch {
-	case w.order == OrderByPartition:
-	case hash == nil || w.order == OrderUnordered:
+	if hash == nil || w.order == OrderUnordered {
 		return &line{}
-	default:
-		key = keyHash(hash)
 	}
+	key := keyHash(hash)
 	found := w.lines[key]
 	if found == nil {
 		found = &line{hash: &key}
@@ -128,7 +125,10 @@ func (w *workers) line(hash []byte) *line {
 }
 
 func (w *workers) lineOf(msg *Message) *line {
-	if msg.Key == nil || w.order != OrderByKey {
+	switch {
+	case w.order == OrderByPartition:
+		return w.line(make([]byte, sha256.Size)) // of the partition; parked messages have lines of their own
+	case msg.Key == nil || w.order == OrderUnordered:
 		return w.line(nil)
 	}
 	hash := sha256.Sum256(msg.Key)
@@ -203,7 +203,11 @@ func (w *workers) take(n, batch int) (s share) {
 		return s
 	}
 	part := func(all int) int { return min(max((all+n-1)/n, 1), batch) }
-	limit, limitDues := part(w.waiting), part(len(w.releasing))
+	ready := 0
+	for _, from := range w.ready {
+		ready += len(from.msgs)
+	}
+	limit, limitDues := part(ready), part(len(w.releasing))
 	kept := w.ready[:0]
 	for _, from := range w.ready {
 		some := 0
@@ -242,7 +246,7 @@ func (w *workers) take(n, batch int) (s share) {
 		w.bytes -= msg.size()
 	}
 	w.waiting -= len(s.msgs)
-	slices.SortFunc(s.msgs, func(a, b *Message) int { return cmp.Compare(a.Offset, b.Offset) })
+	slices.SortFunc(s.msgs, func(a, b *Message) int { return cmp.Compare(a.place, b.place) })
 	if len(s.lines) > 0 {
 		signal(w.wake) // there may be more
 		signal(w.room)
@@ -309,9 +313,10 @@ func (w *workers) done(s share, later *postponed) (last bool) {
 		time.AfterFunc(wait, func() {
 			w.mu.Lock()
 			defer w.mu.Unlock()
-			to.taken = false
-			w.offer(to)
-			signal(w.wake)
+			if to.taken = false; !w.ended {
+				w.offer(to)
+				signal(w.wake)
+			}
 		})
 	}
 	n := 0
@@ -331,6 +336,16 @@ func (w *workers) done(s share, later *postponed) (last bool) {
 	signal(w.wake)
 	signal(w.room)
 	return len(s.dues) > 0 && len(w.releasing) == 0
+}
+
+// end releases the messages, which timers of lines that wait would keep in memory.
+func (w *workers) end() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, l := range w.lines {
+		l.msgs = nil
+	}
+	w.ended, w.lines, w.ready, w.open = true, nil, nil, nil
 }
 
 // low returns the offset up to which everything is done.

@@ -1,0 +1,211 @@
+package consumer_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// Property: after a crash only as many messages are tried alone as the last holder may have been
+// handling, however they are distributed over transactions.
+func TestSuspectsEnd(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	stop := h.run(consumer.Each(effect), nil)
+	h.produceAll("first")
+	h.wait("position", func() bool { return h.position() == 1 })
+	require.NoError(t, stop())
+	h.exec(`UPDATE effectonce.consumer_positions SET released = false, held_offset = next_offset`)
+	var crashed atomic.Int32
+	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.Hooks.Parked = func(p consumer.Parked) {
+			if p.Reason == "crashed" {
+				crashed.Add(1)
+			}
+		}
+	})
+	n := 1
+	for _, count := range []int{10, 16, 20, 20} {
+		list := make([]string, count)
+		for i := range list {
+			list[i] = fmt.Sprint(n + i)
+		}
+		h.produceAll(list...)
+		n += count
+		h.wait("position", func() bool { return h.position() == n })
+	}
+	h.waitEffects(n)
+	require.NoError(t, stop())
+	require.LessOrEqual(t, crashed.Load(), int32(32))
+}
+
+// Property: parked messages whose attempts take longer than the pauses between them do not keep
+// others of their partition waiting.
+func TestRetriesDoNotStarveTheirPartition(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.tune = func(c *consumer.Consumer) { consumer.WatchEvery(c, 20*time.Millisecond) }
+	var slow atomic.Int32
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if !strings.HasSuffix(string(msg.Value), "bad") {
+			return effect(ctx, tx, msg)
+		}
+		if slow.Load() == 0 {
+			return consumer.Permanent(errBad)
+		}
+		slow.Add(1)
+		time.Sleep(100 * time.Millisecond)
+		return errBad
+	}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax, c.RetryMax = 1000, 1, 100*time.Millisecond })
+	h.produceKeyed("a:bad", "b:bad", "c:bad", "d:bad")
+	h.waitParked("permanent", "permanent", "permanent", "permanent")
+	slow.Store(1)
+	h.retry()
+	h.wait("retries", func() bool { return slow.Load() > 8 })
+	h.produceKeyed("x:1")
+	h.waitEffects(1)
+	require.NoError(t, stop())
+}
+
+// Property: a message that the database cannot store holds up neither the others of its transaction
+// nor its lane, and is named.
+func TestUnstorableMessageHoldsUpOnlyItself(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.exec(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+		IF NEW.key = 'a' THEN RAISE check_violation; END IF; RETURN NEW; END $$`)
+	h.exec(`CREATE TRIGGER refuse BEFORE INSERT ON effectonce.parked_messages FOR EACH ROW EXECUTE FUNCTION refuse()`)
+	messages := []string{"a:bad"}
+	for i := range 39 {
+		messages = append(messages, fmt.Sprintf("k%d:1", i))
+	}
+	h.produceKeyed(messages...)
+	var fixed atomic.Bool
+	c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, failing(&fixed), parallel(consumer.OrderByKey))
+	h.waitEffects(39)
+	require.Contains(t, h.waitState(c, consumer.StateBlocked).Err, "23514")
+	h.exec(`DROP TRIGGER refuse ON effectonce.parked_messages`)
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+}
+
+// Property: the state of a partition ends with its reason: a failure of a message that another lane
+// handled later, or of the position behind control records that a message moved later.
+func TestStateOutlivesNoReason(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 300*time.Millisecond) }
+	var failed atomic.Int32
+	c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if failed.Add(1) == 1 {
+			return errBad
+		}
+		return effect(ctx, tx, msg)
+	}), parallel(consumer.OrderByKey))
+	running := func() bool {
+		found := c.Status().Partitions[0]
+		return found.State == consumer.StateRunning && found.Err == ""
+	}
+	h.produceKeyed("a:1")
+	h.waitEffects(1)
+	h.wait("running", running)
+	h.exec(`ALTER FUNCTION effectonce.advance_position RENAME TO away`)
+	h.transaction(kgo.TryAbort, "k:x")
+	h.waitState(c, consumer.StateWaitingForDatabase)
+	h.produceKeyed("a:2")
+	h.exec(`ALTER FUNCTION effectonce.away RENAME TO advance_position`)
+	h.wait("position", func() bool { return h.position() >= 4 })
+	h.wait("running", running)
+	h.waitEffects(2)
+	require.NoError(t, stop())
+}
+
+// Property: a message that blocks its key is logged once, and not as over, however many others its
+// lanes handle.
+func TestBlockedMessageIsLoggedOnce(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var fixed atomic.Bool
+	stop := h.run(failing(&fixed), func(c *consumer.Config) {
+		parallel(consumer.OrderByKey)(c)
+		block(c)
+		c.HandlerTimeout = time.Minute
+	})
+	messages := []string{"a:bad"}
+	for i := range 100 {
+		messages = append(messages, fmt.Sprintf("k%d:1", i))
+	}
+	h.produceKeyed(messages...)
+	h.waitEffects(100)
+	require.Zero(t, h.logged("works again"))
+	require.Equal(t, 1, h.logged(`msg="message fails and blocks`))
+	fixed.Store(true)
+	h.waitEffects(101)
+	h.wait("the end in the log", func() bool { return h.logged("works again") == 1 })
+	require.NoError(t, stop())
+}
+
+// Property: Deliver handles records in the given order, behind parked messages that are due.
+func TestDeliverKeepsTheGivenOrder(t *testing.T) {
+	t.Parallel()
+	for name, order := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			var fixed atomic.Bool
+			c := h.make(failing(&fixed), order)
+			deliver := func(first int64, values ...string) consumer.Delivered {
+				var records []*kgo.Record
+				for i, value := range values {
+					records = append(records, &kgo.Record{Topic: h.topic, Offset: first - int64(i), Key: []byte("a"), Value: []byte(value), Timestamp: time.Now()})
+				}
+				sum, err := c.Deliver(t.Context(), records...)
+				require.NoError(t, err)
+				return sum
+			}
+			require.Equal(t, consumer.Delivered{Parked: 1}, deliver(9, "a:bad"))
+			fixed.Store(true)
+			h.retry()
+			require.Equal(t, consumer.Delivered{Fresh: 4}, deliver(8, "2", "1", "3"))
+			require.Equal(t, []string{"a:bad", "2", "1", "3"}, h.values())
+		})
+	}
+}
+
+// Property: a stop between the acquisition of a partition and its first message is no crash.
+func TestStopWhileAcquiringIsClean(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	c := h.make(consumer.Each(effect), func(c *consumer.Config) {
+		c.Logger = slog.New(slog.NewTextHandler(stopper{cancel, h.log}, nil))
+	})
+	require.NoError(t, c.Run(ctx))
+	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE epoch = 1 AND released`))
+}
+
+// stopper ends a context when a partition is assigned, and gives the end time to arrive.
+type stopper struct {
+	cancel func()
+	log    *logLines
+}
+
+func (s stopper) Write(p []byte) (int, error) {
+	if strings.Contains(string(p), "partition assigned") {
+		s.cancel()
+		time.Sleep(200 * time.Millisecond)
+	}
+	return s.log.Write(p)
+}

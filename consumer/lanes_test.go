@@ -104,31 +104,36 @@ func TestUnstorableMessageHoldsUpOnlyItself(t *testing.T) {
 // handled later, or of the position behind control records that a message moved later.
 func TestStateOutlivesNoReason(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 300*time.Millisecond) }
-	var failed atomic.Int32
-	c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if failed.Add(1) == 1 {
-			return errBad
-		}
-		return effect(ctx, tx, msg)
-	}), parallel(consumer.OrderByKey))
-	running := func() bool {
-		found := c.Status().Partitions[0]
-		return found.State == consumer.StateRunning && found.Err == ""
+	for name, order := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 300*time.Millisecond) }
+			var failed atomic.Int32
+			c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if failed.Add(1) == 1 {
+					return errBad
+				}
+				return effect(ctx, tx, msg)
+			}), order)
+			running := func() bool {
+				found := c.Status().Partitions[0]
+				return found.State == consumer.StateRunning && found.Err == ""
+			}
+			h.produceKeyed("a:1")
+			h.waitEffects(1)
+			h.wait("running", running)
+			h.exec(`ALTER FUNCTION effectonce.advance_position RENAME TO away`)
+			h.transaction(kgo.TryAbort, "k:x")
+			h.waitState(c, consumer.StateWaitingForDatabase)
+			h.produceKeyed("a:2")
+			h.exec(`ALTER FUNCTION effectonce.away RENAME TO advance_position`)
+			h.wait("position", func() bool { return h.position() >= 4 })
+			h.waitEffects(2)
+			h.wait("running", running)
+			require.NoError(t, stop())
+		})
 	}
-	h.produceKeyed("a:1")
-	h.waitEffects(1)
-	h.wait("running", running)
-	h.exec(`ALTER FUNCTION effectonce.advance_position RENAME TO away`)
-	h.transaction(kgo.TryAbort, "k:x")
-	h.waitState(c, consumer.StateWaitingForDatabase)
-	h.produceKeyed("a:2")
-	h.exec(`ALTER FUNCTION effectonce.away RENAME TO advance_position`)
-	h.wait("position", func() bool { return h.position() >= 4 })
-	h.wait("running", running)
-	h.waitEffects(2)
-	require.NoError(t, stop())
 }
 
 // Property: a message that blocks its key is logged once, and not as over, however many others its

@@ -65,7 +65,7 @@ func TestRetriesDoNotStarveTheirPartition(t *testing.T) {
 			return consumer.Permanent(errBad)
 		}
 		slow.Add(1)
-		time.Sleep(100 * time.Millisecond)
+		<-time.After(100 * time.Millisecond)
 		return errBad
 	}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax, c.RetryMax = 1000, 1, 100*time.Millisecond })
 	h.produceKeyed("a:bad", "b:bad", "c:bad", "d:bad")
@@ -210,7 +210,7 @@ type stopper struct {
 func (s stopper) Write(p []byte) (int, error) {
 	if strings.Contains(string(p), "partition assigned") {
 		s.cancel()
-		time.Sleep(200 * time.Millisecond)
+		<-time.After(200 * time.Millisecond)
 	}
 	return s.log.Write(p)
 }

@@ -30,13 +30,7 @@ import (
 // the first occurrence counts. Rows C22, C26 of guarantees.md.
 func TestDuplicatesOfTheProducerHaveOneEffect(t *testing.T) {
 	t.Parallel()
-	for name, handler := range map[string]consumer.Handler{
-		"each": consumer.Each(effect),
-		"queued": consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
-			q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
-			return nil
-		}),
-	} {
+	for name, handler := range shapes(func(*consumer.Message) error { return nil }) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)

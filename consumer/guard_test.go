@@ -33,9 +33,6 @@ func TestUserFunctionsAreGuarded(t *testing.T) {
 			return string(msg.Value), nil
 		})
 	}
-	insert := func(q *consumer.Queue, msg *consumer.Message) *pgx.QueuedQuery {
-		return q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
-	}
 	around := func(before, after func()) consumer.Middleware {
 		return consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(context.Context) error) error {
 			if bad(msgs[0]) {
@@ -50,39 +47,9 @@ func TestUserFunctionsAreGuarded(t *testing.T) {
 	}
 	nothing := func() {}
 	places := map[string]func(broken func()) (consumer.Handler, consumer.Middleware){
-		"each": func(broken func()) (consumer.Handler, consumer.Middleware) {
-			return consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if bad(msg) {
-					broken()
-				}
-				return effect(ctx, tx, msg)
-			}), nil
-		},
-		"batch": func(broken func()) (consumer.Handler, consumer.Middleware) {
-			return consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
-				for _, msg := range msgs {
-					if bad(msg) {
-						broken()
-					}
-					if err := effect(ctx, tx, msg); err != nil {
-						return err
-					}
-				}
-				return nil
-			}), nil
-		},
-		"queued": func(broken func()) (consumer.Handler, consumer.Middleware) {
-			return consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
-				if bad(msg) {
-					broken()
-				}
-				insert(q, msg)
-				return nil
-			}), nil
-		},
 		"callback of a queued statement": func(broken func()) (consumer.Handler, consumer.Middleware) {
 			return consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
-				insert(q, msg)
+				q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
 				if bad(msg) {
 					q.Queue(`SELECT 1`).QueryRow(func(pgx.Row) error { broken(); return nil })
 				}
@@ -94,18 +61,22 @@ func TestUserFunctionsAreGuarded(t *testing.T) {
 				return effect(ctx, tx, msg)
 			}), nil
 		},
-		"decoder of a queued handler": func(broken func()) (consumer.Handler, consumer.Middleware) {
-			return consumer.Decode(decoder(broken), func(_ context.Context, q *consumer.Queue, msg *consumer.Message, _ string) error {
-				insert(q, msg)
-				return nil
-			}), nil
-		},
 		"middleware, before": func(broken func()) (consumer.Handler, consumer.Middleware) {
 			return consumer.Each(effect), around(broken, nothing)
 		},
 		"middleware, after": func(broken func()) (consumer.Handler, consumer.Middleware) {
 			return consumer.Each(effect), around(nothing, broken)
 		},
+	}
+	for _, shape := range []string{"each", "queued", "batch"} {
+		places[shape] = func(broken func()) (consumer.Handler, consumer.Middleware) {
+			return shapes(func(msg *consumer.Message) error {
+				if bad(msg) {
+					broken()
+				}
+				return nil
+			})[shape], nil
+		}
 	}
 	for place, handlerOf := range places {
 		for how, broken := range breaks {

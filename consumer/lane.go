@@ -200,7 +200,7 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 
 // stuckMax is after how many holders in a row that ended without finishing anything Config.IDFunc is no
 // longer asked about the suspects: it may be what ends the process.
-const stuckMax = 99
+const stuckMax = 3
 
 var errIDFuncEnds = fmt.Errorf("%w; so did the ones before it, perhaps in Config.IDFunc, which is not asked", errSuspect)
 

@@ -32,32 +32,30 @@ import (
 // nothing: it keeps its lease, and gives it back.
 func TestDeadRowDeletedWhileItIsPublished(t *testing.T) {
 	t.Parallel()
-	both(t, testDeadRowDeletedWhileItIsPublished)
-}
-
-func testDeadRowDeletedWhileItIsPublished(t *testing.T, exactly bool) {
-	t.Helper()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
-	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, headers) VALUES ($1, '{"n": {}}')`, topic)
-	require.NoError(t, err)
-	drain(t, r)
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'`)
-	require.NoError(t, err)
-	operator, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer operator.Rollback(context.WithoutCancel(ctx))
-	_, err = operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`)
-	require.NoError(t, err)
-	done := make(chan error, 1)
-	go func() {
-		_, err := r.Drain(ctx)
-		done <- err
-	}()
-	testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
-	require.NoError(t, operator.Commit(ctx))
-	require.NoError(t, <-done)
-	require.Empty(t, owner(t, pool), "the lease is given back")
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
+		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, headers) VALUES ($1, '{"n": {}}')`, topic)
+		require.NoError(t, err)
+		drain(t, r)
+		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'`)
+		require.NoError(t, err)
+		operator, err := pool.Begin(ctx)
+		require.NoError(t, err)
+		defer operator.Rollback(context.WithoutCancel(ctx))
+		_, err = operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`)
+		require.NoError(t, err)
+		done := make(chan error, 1)
+		go func() {
+			_, err := r.Drain(ctx)
+			done <- err
+		}()
+		testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
+		require.NoError(t, operator.Commit(ctx))
+		require.NoError(t, <-done)
+		require.Empty(t, owner(t, pool), "the lease is given back")
+	})
 }
 
 // Property: Drain publishes everything that waits, also where progress was stored inside a batch of

@@ -30,45 +30,43 @@ import (
 // out of order. Row O28 of guarantees.md.
 func TestFlakyBrokerLosesNothing(t *testing.T) {
 	t.Parallel()
-	both(t, testFlakyBrokerLosesNothing)
-}
-
-func testFlakyBrokerLosesNothing(t *testing.T, exactly bool) {
-	t.Helper()
-	pool := pgtest.Pool(t)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
-	random := rand.New(rand.NewPCG(1, 2))
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		switch random.IntN(9) {
-		case 0:
-			return nil, errors.New("connection cut"), true
-		case 1:
-			return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, true
-		case 2:
-			return refuse(request.(*kmsg.ProduceRequest), kerr.RequestTimedOut), nil, true
-		default:
-			return nil, nil, false
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool := pgtest.Pool(t)
+		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
+		random := rand.New(rand.NewPCG(1, 2))
+		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			switch random.IntN(9) {
+			case 0:
+				return nil, errors.New("connection cut"), true
+			case 1:
+				return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, true
+			case 2:
+				return refuse(request.(*kmsg.ProduceRequest), kerr.RequestTimedOut), nil, true
+			default:
+				return nil, nil, false
+			}
+		})
+		for i := range 300 {
+			insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
+		}
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000), kgo.RetryBackoffFn(func(int) time.Duration { return time.Millisecond })},
+			relay.Config{ExactlyOnce: exactly, PageRowsMax: 10, DrainMax: testwait.Bound})
+		require.NoError(t, err)
+		require.EqualValues(t, 300, drain(t, r))
+		require.Zero(t, dead(t, pool))
+		last := map[string]int{}
+		records := kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders")
+		require.Len(t, records, 300, "idempotent production: retries are no duplicates")
+		for _, record := range records {
+			var n int
+			_, err := fmt.Sscan(string(record.Value), &n)
+			require.NoError(t, err)
+			require.Greater(t, n, last[string(record.Key)]-1, "key %s", record.Key)
+			last[string(record.Key)] = n
 		}
 	})
-	for i := range 300 {
-		insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
-	}
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000), kgo.RetryBackoffFn(func(int) time.Duration { return time.Millisecond })},
-		relay.Config{ExactlyOnce: exactly, PageRowsMax: 10, DrainMax: testwait.Bound})
-	require.NoError(t, err)
-	require.EqualValues(t, 300, drain(t, r))
-	require.Zero(t, dead(t, pool))
-	last := map[string]int{}
-	records := kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders")
-	require.Len(t, records, 300, "idempotent production: retries are no duplicates")
-	for _, record := range records {
-		var n int
-		_, err := fmt.Sscan(string(record.Value), &n)
-		require.NoError(t, err)
-		require.Greater(t, n, last[string(record.Key)]-1, "key %s", record.Key)
-		last[string(record.Key)] = n
-	}
 }
 
 func refuse(request *kmsg.ProduceRequest, why *kerr.Error) kmsg.Response {

@@ -106,7 +106,11 @@ func TestUnknownLimitKillsNoRow(t *testing.T) {
 				insert(t, pool, topic, "k", "2")
 				require.EqualValues(t, 3, drain(t, r))
 				require.Empty(t, deadReasons(t, pool))
-				require.Equal(t, []string{"before", "1", large, "2"}, keyedAt(t, fake, topic, "k"))
+				found := keyedAt(t, fake, topic, "k")
+				if !exactly {
+					found = slices.Compact(found) // a page that starts over may repeat what Kafka took
+				}
+				require.Equal(t, []string{"before", "1", large, "2"}, found)
 			})
 		})
 	}

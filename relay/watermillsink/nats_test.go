@@ -165,22 +165,25 @@ func testRowsReachJetStreamThatIsKilled(t *testing.T, tracked bool) {
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
 
-	for round := range rounds {
-		for i := range each {
+	some := func(from, to int) {
+		for i := from; i < to; i++ {
 			var messages []outbox.Message
 			for key := range keys {
-				messages = append(messages, outbox.Message{
-					Topic: fmt.Sprint("orders.", key%3), Key: fmt.Append(nil, key), Payload: fmt.Appendf(nil, "%d %d", key, round*each+i),
-				})
+				messages = append(messages, outbox.Message{Topic: fmt.Sprint("orders.", key%3), Key: fmt.Append(nil, key), Payload: fmt.Appendf(nil, "%d %d", key, i)})
 			}
 			publish(t, pool, messages...)
 		}
-		if round == rounds-1 {
+	}
+	for round := range rounds {
+		first, half := round*each, round*each+each/2
+		if some(first, half); round == rounds-1 {
+			some(half, first+each)
 			break
 		}
-		middle := int64((round*each + each/3) * keys)
+		middle := int64((first + each/4) * keys)
 		testwait.True(t, `publisher.took.Load() > middle`, func() bool { return publisher.took.Load() > middle })
 		broker.kill(t)
+		some(half, first+each) // whatever was published before, there are rows now
 		select {
 		case err := <-troubles:
 			require.ErrorContains(t, err, "hand rows to the sink")

@@ -339,6 +339,10 @@ func leftByProxies() []goleak.Option {
 	return []goleak.Option{
 		goleak.IgnoreAnyFunction(module + ".(*ToxicLink).read"),
 		goleak.IgnoreAnyFunction(module + ".(*ToxicLink).write"),
+		goleak.IgnoreAnyFunction(module + ".(*ToxicCollection).RemoveToxic"), // see inTime; the others wait for it
+		goleak.IgnoreAnyFunction(module + ".(*ToxicCollection).StartLink"),
+		goleak.IgnoreAnyFunction(module + ".(*Proxy).freeBlocker"),
+		goleak.IgnoreAnyFunction(module + ".stop"),
 		goleak.IgnoreAnyFunction(module + "/toxics.(*ToxicStub).Run"),
 		goleak.IgnoreAnyFunction(module + "/toxics.(*ToxicStub).InterruptToxic"),
 	}

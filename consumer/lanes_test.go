@@ -2,6 +2,7 @@ package consumer_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -65,8 +66,8 @@ func TestRetriesDoNotStarveTheirPartition(t *testing.T) {
 			return consumer.Permanent(errBad)
 		}
 		slow.Add(1)
-		<-time.After(100 * time.Millisecond)
-		return errBad
+		_, err := tx.Exec(ctx, `SELECT pg_sleep(0.1)`)
+		return errors.Join(errBad, err)
 	}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax, c.RetryMax = 1000, 1, 100*time.Millisecond })
 	h.produceKeyed("a:bad", "b:bad", "c:bad", "d:bad")
 	h.waitParked("permanent", "permanent", "permanent", "permanent")
@@ -195,22 +196,28 @@ func TestStopWhileAcquiringIsClean(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	c := h.make(consumer.Each(effect), func(c *consumer.Config) {
-		c.Logger = slog.New(slog.NewTextHandler(stopper{cancel, h.log}, nil))
+		c.Logger = slog.New(stopper{c.Logger.Handler(), cancel, make(chan struct{})})
 	})
 	require.NoError(t, c.Run(ctx))
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE epoch = 1 AND released`))
 }
 
-// stopper ends a context when a partition is assigned, and gives the end time to arrive.
+// stopper ends a context when a partition is assigned, and keeps the assignment until the stop has
+// begun.
 type stopper struct {
-	cancel func()
-	log    *logLines
+	slog.Handler
+
+	cancel   func()
+	draining chan struct{}
 }
 
-func (s stopper) Write(p []byte) (int, error) {
-	if strings.Contains(string(p), "partition assigned") {
+func (s stopper) Handle(ctx context.Context, record slog.Record) error {
+	switch {
+	case record.Message == "partition assigned":
 		s.cancel()
-		<-time.After(200 * time.Millisecond)
+		<-s.draining
+	case strings.HasPrefix(record.Message, "draining"):
+		close(s.draining)
 	}
-	return s.log.Write(p)
+	return s.Handler.Handle(ctx, record)
 }

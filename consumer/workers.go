@@ -115,9 +115,9 @@ func (w *workers) line(hash []byte) *line {
 	if hash == nil || w.order == OrderUnordered {
 		return &line{}
 	}
-	key := keyHash(hash)
-	found := w.lines[key]
+	found := w.lines[keyHash(hash)]
 	if found == nil {
+		key := keyHash(hash)
 		found = &line{hash: &key}
 		w.lines[key] = found
 	}

@@ -132,7 +132,7 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 		a.retryAt = time.Time{}
 		if a.p != nil {
 			workers = append(workers, a.p)
-			a.p.queue.end()
+			a.p.backlog.end()
 			a.p = nil
 			a.become(StateDraining, nil)
 		}
@@ -248,7 +248,7 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 	p.during = during
 	p.marked = func(next int64) { s.mark(p, next) }
 	p.refused = func(f *failure) { s.refused(p, f) }
-	p.queue.start(t.decision.at)
+	p.backlog.start(t.decision.at)
 	p.halt(t.paused)
 	a.p = p
 	a.become(StateRunning, nil)

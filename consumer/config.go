@@ -186,8 +186,8 @@ const (
 	// continue.
 	OnFailurePark OnFailure = iota
 	// OnFailureBlock retries in place until the message succeeds. The partition waits; with
-	// OrderByKey and OrderUnordered only its key, or the message alone, until 2 * BatchMax * Workers
-	// messages or 16 MiB wait, or 200,000 later messages are done.
+	// OrderByKey and OrderUnordered only its key, or the message alone, until 10 * BatchMax
+	// messages or 8 MiB wait, or 200,000 later messages are done.
 	OnFailureBlock
 	// OnFailureDeadLetter publishes the message to DeadLetterTopic after its last attempt, through
 	// the outbox. Then its key continues, so order per key is lost. A message that Kafka would not

@@ -72,9 +72,8 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		defer mu.Unlock()
 		refused = f
 	}
-	p.finite = true
-	p.queue.start(math.MinInt64)
-	p.queue.add(records)
+	p.finite = records
+	p.backlog.start(math.MinInt64)
 	p.run() //nolint:contextcheck // the partition has its own
 	if !p.ended {
 		return cmp.Or(context.Cause(ctx), errors.Join(errNotDone, refused))

@@ -9,7 +9,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -198,84 +197,6 @@ func (at *Position) HandledFrom(offset int64) { at.p.handled.from = offset }
 func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {
 	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks > 0, apart: true})
 	return out.fresh, err
-}
-
-// Tracker tracks messages by their offsets.
-type Tracker struct {
-	w    *workers
-	msgs map[int64]*Message
-}
-
-func newTestWorkers() *workers {
-	return newWorkers(OrderUnordered, 1000)
-}
-
-// Add tracks messages.
-func (t *Tracker) Add(offsets ...int64) {
-	if t.msgs == nil {
-		t.msgs, t.w = map[int64]*Message{}, newTestWorkers()
-	}
-	msgs := make([]*Message, len(offsets))
-	for i, at := range offsets {
-		msgs[i] = &Message{Offset: at}
-		t.msgs[at] = msgs[i]
-	}
-	t.w.add(msgs)
-}
-
-// Done ends one.
-func (t *Tracker) Done(offset int64) { t.w.done(share{msgs: []*Message{t.msgs[offset]}}, &postponed{}) }
-
-// Low is up to where everything is done.
-func (t *Tracker) Low() int64 { return t.w.low().behind }
-
-// Idle reports whether none is in progress.
-func (t *Tracker) Idle() bool { return t.w.idle() }
-
-// Waiting is the waiting messages of a partition: first for the batch of the lane, then for its
-// workers.
-type Waiting struct {
-	queue   *queue
-	workers *workers
-}
-
-// NewWaiting begins at an offset.
-func NewWaiting(client *kgo.Client, topic string, begin int64) *Waiting {
-	w := &Waiting{newQueue(client, topic, 0, 1000), newTestWorkers()}
-	w.queue.start(begin)
-	return w
-}
-
-// Arrive adds records.
-func (w *Waiting) Arrive(records ...*kgo.Record) { w.queue.add(records) }
-
-// End ends the queue of the partition.
-func (w *Waiting) End() { w.queue.end() }
-
-// Paused reports whether no more records are fetched.
-func (w *Waiting) Paused() bool { return w.queue.paused }
-
-// Next is the next batch, which goes to the workers.
-func (w *Waiting) Next() (offsets []int64) {
-	for _, r := range w.queue.pop(1000) {
-		msg := &Message{Offset: r.record.Offset, Value: r.record.Value}
-		for _, header := range r.record.Headers {
-			msg.Headers = append(msg.Headers, Header{Name: header.Key, Value: header.Value})
-		}
-		w.workers.add([]*Message{msg})
-		offsets = append(offsets, r.record.Offset)
-	}
-	return offsets
-}
-
-// Full reports whether the workers have enough.
-func (w *Waiting) Full() bool { return w.workers.full(4) }
-
-// Take takes everything from the workers.
-func (w *Waiting) Take() {
-	for s := w.workers.take(4, 1000); len(s.lines) > 0; s = w.workers.take(4, 1000) {
-		w.workers.done(s, &postponed{})
-	}
 }
 
 // Rule is a row of the table that decides what a failure means.

@@ -216,9 +216,9 @@ func (s *session) arrived(poll uint64, fetched kgo.FetchTopicPartition) {
 	case p.during >= poll:
 		// The partition began during this poll: the records may have been fetched before that,
 		// from another offset. They are fetched again.
-		s.setOffset(key, p.queue.begin)
+		s.setOffset(key, p.backlog.begin)
 	default:
-		p.queue.add(fetched.Records)
+		p.backlog.arrive(fetched.Records, p.messages)
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -14,10 +13,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
-	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -255,77 +252,6 @@ func TestFreshWhereAllWasWorkedThroughIsNotRun(t *testing.T) {
 			require.Equal(t, c.parked, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
 		})
 	}
-}
-
-// Property: the position of workers is the end of the messages done without a gap, in whatever
-// order they are done and whatever offsets are missing.
-func TestPositionOfWorkersFollowsTheLowestInWork(t *testing.T) {
-	t.Parallel()
-	for seed := range uint64(50) {
-		random := rand.New(rand.NewPCG(seed, 1))
-		var tracker consumer.Tracker
-		var open []int64
-		next, want := int64(random.IntN(3)), int64(0)
-		for range 400 {
-			if random.IntN(2) == 0 {
-				next += 1 + int64(random.IntN(3))
-				tracker.Add(next)
-				open = append(open, next)
-				continue
-			}
-			if len(open) == 0 {
-				continue
-			}
-			i := random.IntN(len(open))
-			done := open[i]
-			open = append(open[:i], open[i+1:]...)
-			tracker.Done(done)
-			if len(open) == 0 {
-				want = next + 1
-			} else if i == 0 {
-				want = 0 // behind the last that is done before open[0]: judged below
-			}
-			low := tracker.Low()
-			if want > 0 {
-				require.Equal(t, want, low)
-			}
-			if len(open) > 0 {
-				require.LessOrEqual(t, low, open[0], "seed %d", seed)
-				want = 0
-			}
-			require.Equal(t, len(open) == 0, tracker.Idle())
-		}
-	}
-}
-
-// Property: the messages that wait in memory are bounded, headers included, for the lane and for
-// its workers. Records before the start that an earlier fetch returns are dropped.
-func TestHeadersCountForWhatWaits(t *testing.T) {
-	t.Parallel()
-	client := kafkatest.Client(t)
-	large := func(offset int64) *kgo.Record {
-		return &kgo.Record{Offset: offset, Headers: []kgo.RecordHeader{{Key: "h", Value: make([]byte, 1<<20)}}}
-	}
-	w := consumer.NewWaiting(client, "t", 5)
-	w.Arrive(large(3), large(4))
-	require.Empty(t, w.Next())
-	for offset := range int64(15) {
-		w.Arrive(large(5 + offset))
-	}
-	require.False(t, w.Paused())
-	w.Arrive(large(20))
-	require.True(t, w.Paused())
-	require.Len(t, w.Next(), 16)
-	require.False(t, w.Paused())
-	require.True(t, w.Full())
-	w.Take()
-	require.False(t, w.Full())
-
-	w.End()
-	for offset := range int64(20) {
-		w.Arrive(large(21 + offset))
-	}
-	require.False(t, w.Paused(), "what arrives late does not pause the fetching of the next holder")
 }
 
 // Property: parked messages that are retried are read in bounded memory, with their headers.

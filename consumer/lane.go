@@ -16,11 +16,10 @@ import (
 // message is handled, parked or postponed. docs/design.md has the table of its states.
 type lane struct {
 	p        *partition
-	asks     int             // batches that ask before one is taken as fresh: see asksMax
-	size     int             // of the next batch: see pace
-	later    *postponed      // what waits of the share
-	back     map[string]bool // keys whose message was set back during a release
-	troubled bool            // the position says why it does not continue
+	asks     int        // batches that ask before one is taken as fresh: see asksMax
+	size     int        // of the next batch: see pace
+	later    *postponed // what waits of the share
+	troubled bool       // the position says why it does not continue
 	does     laneState
 
 	problems []string // that keep messages from being handled
@@ -35,24 +34,21 @@ func (l *lane) work() {
 	p := l.p
 	defer p.stop() // a goroutine that ended would leave its keys waiting
 	for !p.stopped() {
-		var next share
-		if !p.queue.isHalted() {
-			next = p.workers.take(p.consumer.cfg.Workers, l.batch())
-		}
+		next := p.backlog.take(p.consumer.cfg.Workers, l.batch())
 		if len(next.lines) == 0 {
 			select {
 			case <-p.stopping:
-			case <-p.workers.wake:
+			case <-p.backlog.wake:
 			}
 			continue
 		}
-		l.later, l.back = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}, map[string]bool{}
+		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}
 		if len(next.dues) > 0 {
 			l.release(next.dues)
 		} else if !l.process(next.msgs) {
 			return
 		}
-		if p.workers.done(next, l.later) {
+		if p.backlog.done(next, l.later) {
 			signal(p.looked) // more may be due
 		}
 		l.become(StateRunning, nil) // what it postponed has a state of its own
@@ -157,18 +153,12 @@ func (l *lane) finish(msgs []*Message) bool {
 	}
 }
 
-// inOrder leaves out what waits for another message: a released one behind one that was set back, and
-// what is postponed.
+// inOrder leaves out what waits for another message.
 func (l *lane) inOrder(msgs []*Message) []*Message {
-	if len(l.back) == 0 && len(l.later.waits) == 0 {
+	if len(l.later.waits) == 0 {
 		return msgs
 	}
-	return slices.DeleteFunc(slices.Clone(msgs), func(msg *Message) bool {
-		if msg.row != 0 {
-			return msg.Key != nil && l.back[string(msg.Key)]
-		}
-		return l.later.takes(msg)
-	})
+	return slices.DeleteFunc(slices.Clone(msgs), l.later.takes)
 }
 
 // settle finishes the messages before the failed one, decides about that one, and returns the
@@ -181,12 +171,7 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 	msgs = msgs[at:]
 	next := l.judge(msgs[0], f, v)
 	switch {
-	case next.back:
-		if l.p.consumer.holdsKeys() && msgs[0].Key != nil {
-			l.back[string(msgs[0].Key)] = true
-		}
-		return msgs[1:], true
-	case next.wait > 0 && msgs[0].row == 0:
+	case next.back, next.wait > 0 && msgs[0].row == 0:
 		l.later.add(msgs[0], next)
 		return msgs[1:], true
 	case next.wait > 0:

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -45,7 +46,7 @@ type Message struct {
 	conflicts int       // attempts that ended because of another transaction, and are not counted
 	noted     bool      // the partition's status names it
 	blocks    string    // what the log says of it; empty: it does not block
-	place     int       // in the tracker
+	place     int       // in the backlog
 }
 
 // Range of times that the database can store. A producer chooses a record's timestamp: a partition
@@ -117,19 +118,19 @@ const headersMax = 1000
 
 // messages converts records of the partition to messages, with one allocation for all messages and
 // one for all headers.
-func (p *partition) messages(records []queued) []*Message {
+func (p *partition) messages(records []*kgo.Record) []*Message {
 	sources := p.name.IDRule().Sources()
 	n := 0
-	for _, r := range records {
-		n += len(r.record.Headers)
+	for _, record := range records {
+		n += len(record.Headers)
 	}
 	slab, headers, msgs := make([]Message, len(records)), make([]Header, 0, n), make([]*Message, len(records))
-	for i, r := range records {
-		record, m := r.record, &slab[i]
+	for i, record := range records {
+		m := &slab[i]
 		*m = Message{
 			Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
 			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: p.topicID, record: record,
-			scope: p.scope, alias: p.alias, behind: r.behind,
+			scope: p.scope, alias: p.alias,
 		}
 		begin := len(headers)
 		for _, h := range record.Headers {
@@ -147,6 +148,30 @@ func (p *partition) messages(records []queued) []*Message {
 // errSuspect: the messages that the last holder of the partition may have been handling are parked,
 // and each is tried alone, so that one that ends the process is found.
 var errSuspect = errors.New("the last holder of the partition ended without finishing anything: the message is tried alone")
+
+// alone copies a message into its own memory: the client reads many records into one buffer, and a
+// slow message must not keep that buffer alive.
+func (m *Message) alone() *Message {
+	own, record := *m, *m.record
+	buffer := make([]byte, 0, m.size())
+	keep := func(b []byte) []byte {
+		if b == nil {
+			return nil
+		}
+		begin := len(buffer)
+		buffer = append(buffer, b...)
+		return buffer[begin:len(buffer):len(buffer)]
+	}
+	own.Key, own.Value = keep(m.Key), keep(m.Value)
+	own.Headers, record.Headers = make([]Header, len(m.Headers)), slices.Clone(record.Headers)
+	for n, header := range m.Headers {
+		own.Headers[n] = Header{Name: header.Name, Value: keep(header.Value)}
+		record.Headers[n].Value = own.Headers[n].Value
+	}
+	record.Key, record.Value = own.Key, own.Value
+	own.record = &record
+	return &own
+}
 
 func (m *Message) size() int {
 	n := len(m.Key) + len(m.Value)

@@ -17,8 +17,9 @@ import (
 	"github.com/effectonce/effectonce/internal/say"
 )
 
-// partition is a partition that this consumer holds. Its dispatcher gives the records of the queue to
-// lanes: one with OrderByPartition, otherwise Config.Workers.
+// partition is a partition that this consumer holds. Its lanes handle what is in its backlog: one with
+// OrderByPartition, otherwise Config.Workers. Its dispatcher stores positions, and looks for what is
+// due.
 type partition struct {
 	consumer *Consumer
 	ctx      context.Context //nolint:containedctx // the life of the partition; when it ends, transactions roll back
@@ -32,8 +33,7 @@ type partition struct {
 	name    dedup.Consumer // the consumer's name, registered; scope is its text
 	scope   string
 	alias   string // what the topic is called in IDs
-	queue   *queue
-	workers *workers
+	backlog *backlog
 	lane    *lane // the dispatcher's
 	held    *heldKeys
 	breaker *breaker
@@ -54,8 +54,8 @@ type partition struct {
 	looked   chan struct{}             // buffers one signal: parked messages are due
 	lookedAt struct{ seen, end int64 } // what the watchdog saw last
 
-	finite bool // the records come from Deliver: the partition ends behind the last one
-	ended  bool // everything is done
+	finite []*kgo.Record // the records come from Deliver: the partition ends behind the last one
+	ended  bool          // everything is done
 }
 
 // idleEvery is how often a partition without messages stores a position after control records.
@@ -69,19 +69,18 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 	p := &partition{
 		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
 		pos: pos, topicID: topicID, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
-		queue: newQueue(client, pos.topic, pos.partition, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
+		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
 		marked: func(int64) {}, committed: func(outcome) {}, states: map[any]laneState{}, does: laneState{state: StateRunning}, since: time.Now(), looked: make(chan struct{}, 1),
 	}
 	p.ctx, p.cancel = context.WithCancel(ctx)
-	p.workers, p.lane = newWorkers(c.cfg.Order, c.cfg.BatchMax), p.newLane()
-	if pos.stuck > 0 && c.cfg.OnFailure != OnFailureBlock {
+	if p.lane = p.newLane(); pos.stuck > 0 && c.cfg.OnFailure != OnFailureBlock {
 		p.suspects.Store(int64(p.lane.size * c.cfg.Workers))
 		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", p.suspects.Load())
 	}
 	return p
 }
 
-func (p *partition) key() topicPartition { return topicPartition{p.queue.topic, p.queue.partition} }
+func (p *partition) key() topicPartition { return p.backlog.key }
 
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 
@@ -108,8 +107,9 @@ func (p *partition) run() {
 		}
 	}
 	p.lane.become(StateRunning, nil)
-	if p.finite {
+	if p.finite != nil {
 		p.release() // what is due comes first
+		p.backlog.arrive(p.finite, p.messages)
 	}
 	var running sync.WaitGroup
 	for range p.consumer.cfg.Workers {
@@ -118,34 +118,21 @@ func (p *partition) run() {
 	finished := p.dispatch()
 	p.stop()
 	running.Wait()
-	p.workers.end()
 	if p.ctx.Err() == nil {
-		p.ended = p.advanceDone() && finished && p.pos.next.Load() >= p.workers.low().behind
+		p.ended = p.advanceDone() && finished && p.pos.next.Load() >= p.backlog.low().behind
 	}
 }
 
-// dispatch distributes messages until the partition must stop. While no message is in progress it
-// does not wake up to store the position. It returns whether everything is done that Deliver got.
+// dispatch stores positions and gives out what is due, until the partition must stop. While no message
+// is in progress it does not wake up to store the position. It returns whether everything is done that
+// Deliver got.
 func (p *partition) dispatch() (finished bool) {
 	advance, idle := time.NewTicker(advanceEvery), time.NewTicker(p.consumer.idleEvery)
 	advance.Stop()
 	defer advance.Stop()
 	defer idle.Stop()
-	ticking := false
-	for ok := true; ok; {
-		for !p.workers.full(p.consumer.cfg.Workers) {
-			batch := p.messages(p.queue.pop(p.consumer.cfg.BatchMax))
-			if len(batch) == 0 {
-				break
-			}
-			p.workers.add(batch)
-			if !ticking && p.consumer.cfg.Order != OrderByPartition {
-				ticking = true
-				advance.Reset(advanceEvery)
-			}
-		}
-		signal(p.workers.wake) // the topic may have been resumed
-		if p.finite && len(p.looked) == 0 && p.workers.idle() && p.queue.empty() {
+	for ticks, ok := false, true; ok; {
+		if p.finite != nil && len(p.looked) == 0 && p.backlog.idle() {
 			list, err := p.due()
 			if err != nil {
 				p.lane.warn("could not read due parked messages", err)
@@ -156,17 +143,20 @@ func (p *partition) dispatch() (finished bool) {
 			signal(p.looked)
 		}
 		select {
-		case <-p.queue.arrived:
-		case <-p.workers.room:
+		case <-p.backlog.turned:
+			if !ticks && p.consumer.cfg.Order != OrderByPartition {
+				ticks = true
+				advance.Reset(advanceEvery)
+			}
 		case <-p.looked:
 			ok = p.release()
 		case <-advance.C:
-			if ok = p.advanceDone(); p.workers.idle() && p.pos.next.Load() >= p.workers.low().behind {
-				ticking = false
+			if ok = p.advanceDone(); p.backlog.idle() && p.pos.next.Load() >= p.backlog.low().behind {
+				ticks = false
 				advance.Stop()
 			}
 		case <-idle.C:
-			ok = !p.workers.idle() || p.advanceIdle()
+			ok = !p.backlog.idle() || p.advanceIdle()
 		case <-p.stopping:
 			return false
 		case <-p.ctx.Done():
@@ -179,29 +169,50 @@ func (p *partition) dispatch() (finished bool) {
 // release gives parked messages that are due to the lanes. It returns false if the partition must
 // stop.
 func (p *partition) release() bool {
-	if p.queue.isHalted() {
-		return true
-	}
 	list, err := p.due()
 	if err != nil {
 		p.lane.warn("could not read due parked messages; will retry", err)
 		return !p.stopped()
 	}
-	p.workers.release(list)
+	p.backlog.release(list)
 	return true
+}
+
+// handledAll reports whether everything that arrived is handled and stored.
+func (p *partition) handledAll() bool {
+	b := p.backlog
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.open) == 0 && (b.delivered == b.begin || p.pos.next.Load() >= b.delivered)
+}
+
+// compare reports whether all records up to the end of the topic have arrived, whether fetching is
+// stuck, that is, nothing arrived since the last call although it could have, and the offset up to
+// which messages arrived.
+func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
+	b := p.backlog
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	missing := end > b.seen && b.fetches && !b.ended && b.waiting == 0
+	stuck = missing && p.lookedAt.end > p.lookedAt.seen && p.lookedAt.seen == b.seen
+	p.lookedAt.seen, p.lookedAt.end = b.seen, end
+	if !missing {
+		p.lookedAt.end = b.seen
+	}
+	return end <= b.seen, stuck, b.delivered
 }
 
 // advanceDone stores the offset up to which all messages are done, unless their transactions did. It
 // returns false if the partition must stop.
 func (p *partition) advanceDone() bool {
-	low := p.workers.low()
+	low := p.backlog.low()
 	return low.behind <= p.pos.next.Load() || low.behind == 0 || p.advance(low)
 }
 
 // advanceIdle stores a position after control records that no message follows. It returns false if
 // the partition must stop.
 func (p *partition) advanceIdle() bool {
-	behind, at := p.queue.behindControl()
+	behind, at := p.backlog.behindControl()
 	if behind == 0 || p.pos.next.Load() >= behind {
 		p.lane.become(StateRunning, nil)
 		return true

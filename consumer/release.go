@@ -106,7 +106,7 @@ func (l *lane) release(list []due) {
 	for _, msg := range msgs {
 		if msg.large {
 			l.setBack(msg, &parking{reason: reasonTooLarge, err: errNotStored, attempts: msg.attempts - 1})
-			l.back[string(msg.Key)] = msg.Key != nil && l.p.consumer.holdsKeys()
+			l.later.add(msg, next{})
 		} else if msg.attempts > l.p.consumer.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
 			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d did not end, and Config.AttemptsMax is %d: the message seems to end the process", msg.attempts, l.p.consumer.cfg.AttemptsMax), attempts: msg.attempts}

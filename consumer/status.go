@@ -205,7 +205,7 @@ func (p *partition) halt(paused bool) bool {
 		does = laneState{StatePausedByOperator, errPaused}
 	}
 	p.note(p, does)
-	return p.queue.halt(paused)
+	return p.backlog.halt(paused)
 }
 
 // Status returns the state of the consumer and its partitions. It reads memory only, is safe for

@@ -253,7 +253,7 @@ func (s *session) look(ctx context.Context) error {
 		case arrived && last.Offset > end.Offset:
 			p.lane.log(slog.LevelWarn, "an open transaction of another program holds back records of the partition: end it, or claims are not forgotten", "readable_up_to", end.Offset, "end", last.Offset)
 		case arrived:
-			list = append(list, atEnd{p.pos.topic, p.pos.partition, p.pos.epoch, upTo, upTo == p.queue.begin})
+			list = append(list, atEnd{p.pos.topic, p.pos.partition, p.pos.epoch, upTo, upTo == p.backlog.begin})
 		}
 	}
 	if len(list) == 0 {
@@ -290,7 +290,7 @@ func (s *session) unreadable(key topicPartition, err error) {
 	defer s.mu.Unlock()
 	if a := s.assignments[key]; a != nil && a.p != nil && a.unreadable == nil {
 		a.unreadable = err
-		a.p.queue.end()
+		a.p.backlog.end()
 		s.pauseFetching([]topicPartition{key})
 	}
 }

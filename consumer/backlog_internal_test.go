@@ -1,0 +1,141 @@
+package consumer
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// Property: a message that was tried before is taken alone, so that those behind it are not run in
+// vain.
+func TestTriedMessagesAreTakenAlone(t *testing.T) {
+	t.Parallel()
+	b := newBacklog(nil, topicPartition{}, OrderByPartition, 100)
+	tried, other := &Message{first: time.Now()}, &Message{Offset: 1}
+	b.add(tried)
+	b.add(other)
+	s := b.take(1, 100)
+	require.Equal(t, []*Message{tried}, s.msgs)
+	b.done(s, &postponed{})
+	require.Equal(t, []*Message{other}, b.take(1, 100).msgs)
+}
+
+// Property: the position of workers is the end of the messages done without a gap, in whatever
+// order they are done and whatever offsets are missing.
+func TestPositionOfWorkersFollowsTheLowestInWork(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(50) {
+		random := rand.New(rand.NewPCG(seed, 1))
+		b := newBacklog(nil, topicPartition{}, OrderUnordered, 1000)
+		var open []*Message
+		next, want := int64(random.IntN(3)), int64(0)
+		for range 400 {
+			if random.IntN(2) == 0 {
+				next += 1 + int64(random.IntN(3))
+				open = append(open, &Message{Offset: next})
+				b.add(open[len(open)-1])
+				continue
+			}
+			if len(open) == 0 {
+				continue
+			}
+			i := random.IntN(len(open))
+			done := open[i]
+			open = append(open[:i], open[i+1:]...)
+			b.done(share{msgs: []*Message{done}}, &postponed{})
+			if len(open) == 0 {
+				want = next + 1
+			} else if i == 0 {
+				want = 0 // behind the last that is done before open[0]: judged below
+			}
+			low := b.low().behind
+			if want > 0 {
+				require.Equal(t, want, low)
+			}
+			if len(open) > 0 {
+				require.LessOrEqual(t, low, open[0].Offset, "seed %d", seed)
+				want = 0
+			}
+			require.Equal(t, len(open) == 0, b.idle())
+		}
+	}
+}
+
+// Property: the messages that wait in memory are bounded, headers included. Records before the start
+// that an earlier fetch returns are dropped.
+func TestHeadersCountForWhatWaits(t *testing.T) {
+	t.Parallel()
+	b := newBacklog(kafkatest.Client(t), topicPartition{"t", 0}, OrderByPartition, 1000)
+	b.start(5)
+	arrive := func(offset int64) {
+		b.arrive([]*kgo.Record{{Offset: offset}}, func(records []*kgo.Record) (msgs []*Message) {
+			for _, r := range records {
+				msgs = append(msgs, &Message{Offset: r.Offset, Headers: []Header{{Name: "h", Value: make([]byte, 1<<20)}}})
+			}
+			return msgs
+		})
+	}
+	arrive(3)
+	arrive(4)
+	require.True(t, b.idle())
+	for offset := range int64(15) {
+		arrive(5 + offset)
+	}
+	require.True(t, b.fetches)
+	arrive(20)
+	require.False(t, b.fetches)
+	taken := b.take(1, 1000)
+	require.Len(t, taken.msgs, 16)
+	require.True(t, b.fetches)
+	b.done(taken, &postponed{})
+
+	b.end()
+	for offset := range int64(20) {
+		arrive(21 + offset)
+	}
+	require.True(t, b.idle(), "what arrives late belongs to the next holder")
+}
+
+// Property: the offset behind control records counts for the message before them, whether they come
+// with it or while it waits; otherwise it is stored when nothing is in progress.
+func TestControlRecordsFollowTheirMessage(t *testing.T) {
+	t.Parallel()
+	b := newBacklog(nil, topicPartition{}, OrderByPartition, 1000)
+	arrive := func(records ...*kgo.Record) {
+		b.arrive(records, func(records []*kgo.Record) (msgs []*Message) {
+			for _, r := range records {
+				msgs = append(msgs, &Message{Offset: r.Offset})
+			}
+			return msgs
+		})
+	}
+	data := func(offset int64) *kgo.Record { return &kgo.Record{Offset: offset, Timestamp: time.Now()} }
+	control := func(offset int64) *kgo.Record {
+		r := data(offset)
+		r.Attrs = kgo.NewRecordAttrs(kgo.RecordAttrsOpts{Control: true})
+		return r
+	}
+	finish := func() passed {
+		b.done(b.take(1, 1000), &postponed{})
+		return b.low()
+	}
+	arrive(data(0), control(1), control(2), data(3), control(4))
+	require.EqualValues(t, 5, finish().behind, "with it")
+	arrive(data(5))
+	arrive(control(6))
+	require.EqualValues(t, 7, finish().behind, "while it waits")
+	arrive(data(7))
+	taken := b.take(1, 1000)
+	arrive(control(8))
+	behind, _ := b.behindControl()
+	require.Zero(t, behind, "a message is in progress")
+	b.done(taken, &postponed{})
+	require.EqualValues(t, 8, b.low().behind)
+	behind, _ = b.behindControl()
+	require.EqualValues(t, 9, behind)
+}

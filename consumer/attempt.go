@@ -181,49 +181,60 @@ func (a *attempt) blameCurrent(err error) *failure {
 	return &failure{origin: originHandler, msg: a.tx.current.Load(), err: err}
 }
 
-// watch waits for an attempt to end.
+// watch waits for an attempt to end. After HandlerTimeout, or when ctx ends, the handler may return for
+// cutGrace; then its connection is cut, and after the same time again it is abandoned.
+//
+// A COMMIT without an answer is different: its connection is removed from the pool and not cut. pgx
+// would send a cancel request for it, which makes a COMMIT that waits for a synchronous standby
+// visible without being replicated. Its claims keep a second attempt waiting until the server has
+// decided the outcome. It does not count against AbandonedMax: no handler runs, and a network that
+// drops every COMMIT must not stop later attempts.
 func (c *Consumer) watch(ctx context.Context, cancel context.CancelCauseFunc, a *attempt) (outcome, *failure) {
 	limit := time.NewTimer(c.cfg.HandlerTimeout)
 	defer limit.Stop()
+	stop, committing, ends, cut := ctx.Done(), a.committing, false, false
 	for {
 		select {
 		case <-a.done:
 			return a.outcome, a.failure
-		case <-a.committing:
-			return c.awaitCommit(ctx, a)
-		case <-ctx.Done():
-			return c.end(ctx, a)
-		case <-limit.C:
-			if left := a.tx.left(c.cfg.HandlerTimeout); left > 0 {
-				limit.Reset(left)
-				continue
+		case <-committing:
+			committing = nil
+			limit.Reset(2 * c.answerMax()) // the inserts before COMMIT, and COMMIT
+			if stop == nil {
+				limit.Reset(commitGrace)
 			}
-			cancel(errHandlerTimeout)
-			return c.end(ctx, a)
-		}
-	}
-}
-
-// awaitCommit waits for the answer to COMMIT. A connection without an answer is removed from the
-// pool and not cut: pgx would send a cancel request for it, which makes a COMMIT that waits for a
-// synchronous standby visible without being replicated. Its claims keep a second attempt waiting
-// until the server has decided the outcome. It does not count against AbandonedMax: no handler
-// runs, and a network that drops every COMMIT must not stop later attempts.
-func (c *Consumer) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure) {
-	answer := time.NewTimer(2 * c.answerMax()) // the inserts before COMMIT, and COMMIT
-	defer answer.Stop()
-	stop := ctx.Done()
-	for {
-		select {
-		case <-a.done:
-			return a.outcome, a.failure
+			continue
 		case <-stop:
 			stop = nil
-			answer.Reset(commitGrace)
-		case <-answer.C:
+			switch {
+			case committing == nil:
+				limit.Reset(commitGrace)
+			case !ends:
+				ends = true
+				limit.Reset(cutGrace)
+			}
+			continue
+		case <-limit.C:
+		}
+		switch left := a.tx.left(c.cfg.HandlerTimeout); {
+		case committing == nil:
 			a.tx.over.Store(true)
 			a.conn.abandon()
 			return outcome{}, &failure{origin: originCommit, lost: true, err: errNoCommitAnswer}
+		case !ends && left > 0:
+			limit.Reset(left)
+		case !ends:
+			ends = true
+			cancel(errHandlerTimeout)
+			limit.Reset(cutGrace)
+		case !cut:
+			cut = true
+			a.tx.over.Store(true)
+			a.conn.cut()
+			limit.Reset(cutGrace)
+		default:
+			c.leaveBehind(a)
+			return outcome{}, a.blameCurrent(errContextIgnored)
 		}
 	}
 }
@@ -253,28 +264,6 @@ func (t *tx) left(limit time.Duration) time.Duration {
 		return limit // the engine runs, under its own limits
 	}
 	return limit - (time.Since(t.begun) - time.Duration(since))
-}
-
-// end ends an attempt whose context is over.
-func (c *Consumer) end(ctx context.Context, a *attempt) (outcome, *failure) {
-	grace := time.NewTimer(cutGrace)
-	defer grace.Stop()
-	for _, cut := range []bool{true, false} {
-		select {
-		case <-a.done:
-			return a.outcome, a.failure
-		case <-a.committing:
-			return c.awaitCommit(ctx, a)
-		case <-grace.C:
-		}
-		if cut {
-			a.tx.over.Store(true)
-			a.conn.cut()
-			grace.Reset(cutGrace)
-		}
-	}
-	c.leaveBehind(a)
-	return outcome{}, a.blameCurrent(errContextIgnored)
 }
 
 // usedLate logs a handler that kept its transaction.

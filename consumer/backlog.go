@@ -65,6 +65,30 @@ type share struct {
 	dues  []due
 }
 
+// add takes messages of a line, up to the limit.
+func (s *share) add(from *line, limit int) {
+	n := min(limit-len(s.msgs), len(from.msgs))
+	switch {
+	case len(s.msgs) > 0 && !(s.msgs[0].first.IsZero() && from.msgs[0].first.IsZero()):
+		return
+	case !from.msgs[0].first.IsZero():
+		n = 1
+	}
+	s.msgs = append(s.msgs, from.msgs[:n]...)
+	clear(from.msgs[:n]) // the array must not keep finished messages alive
+	from.msgs = from.msgs[n:]
+}
+
+// retry takes due messages of a line, up to the limit.
+func (s *share) retry(from *line, limit int) {
+	n := 0
+	for n < len(from.dues) && len(s.dues) < limit && (len(s.dues) == 0 || !from.dues[n].tried && !s.dues[0].tried) {
+		s.dues = append(s.dues, from.dues[n])
+		n++
+	}
+	from.dues = from.dues[n:]
+}
+
 // tracked is a message in progress, or one after it.
 type tracked struct {
 	passed
@@ -260,27 +284,17 @@ func (b *backlog) take(n, batch int) (s share) {
 	limit, limitDues := part(ready), part(len(b.releasing))
 	kept := b.ready[:0]
 	for _, from := range b.ready {
-		some := 0
+		before := len(s.msgs) + len(s.dues)
 		switch {
 		case now.Before(from.until):
-		case len(from.dues) > 0 && len(s.msgs) == 0 && (len(s.dues) > 0 || b.retrying < max(n/2, 1)):
-			for some < len(from.dues) && len(s.dues) < limitDues && (len(s.dues) == 0 || !from.dues[some].tried && !s.dues[0].tried) {
-				s.dues = append(s.dues, from.dues[some])
-				some++
+		case len(from.dues) > 0:
+			if len(s.msgs) == 0 && (len(s.dues) > 0 || b.retrying < max(n/2, 1)) {
+				s.retry(from, limitDues)
 			}
-			from.dues = from.dues[some:]
-		case len(from.dues) == 0 && len(s.dues) == 0 && len(s.msgs) < limit:
-			switch tried := !from.msgs[0].first.IsZero(); {
-			case !tried:
-				some = min(limit-len(s.msgs), len(from.msgs))
-			case len(s.msgs) == 0:
-				some, limit = 1, 1
-			}
-			s.msgs = append(s.msgs, from.msgs[:some]...)
-			clear(from.msgs[:some]) // the array must not keep finished messages alive
-			from.msgs = from.msgs[some:]
+		case len(s.dues) == 0:
+			s.add(from, limit)
 		}
-		if some == 0 {
+		if len(s.msgs)+len(s.dues) == before {
 			kept = append(kept, from)
 			continue
 		}

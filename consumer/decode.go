@@ -137,19 +137,8 @@ func decode[T any](decoder Decoder[T], msg *Message) (body T, err error) {
 	if msg.Value == nil {
 		err = errors.Join(errTombstone, err)
 	}
-	return body, &undecodableError{Permanent(err)}
+	return body, &reasonError{reasonUndecodable, Permanent(err)}
 }
 
 // errTombstone marks a message without a value that its decoder rejected. See Config.OnTombstone.
 var errTombstone = errors.New("message has no value (a tombstone)")
-
-// undecodableError marks a message that its decoder rejected.
-type undecodableError struct{ err error }
-
-func (e *undecodableError) Error() string { return e.err.Error() }
-func (e *undecodableError) Unwrap() error { return e.err }
-
-func isUndecodable(err error) bool {
-	var target *undecodableError
-	return errors.As(err, &target)
-}

@@ -142,11 +142,10 @@ func isConfiguredState(c *Consumer, f *failure) bool {
 
 // reason is the reason under which a failed message is parked.
 func (f *failure) reason(v verdict) string {
+	var own *reasonError
 	switch {
-	case isUndecodable(f.err):
-		return reasonUndecodable
-	case isUnknownType(f.err):
-		return reasonUnknownType
+	case errors.As(f.err, &own):
+		return own.reason
 	case v == verdictPark:
 		return reasonPermanent
 	}

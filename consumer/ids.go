@@ -42,13 +42,7 @@ func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored ded
 // use such a scope could claim the ID of a future message.
 const reservedScope = "effectonce:"
 
-var (
-	// errAmbiguousID: two headers of one name have different values. Choosing one of them could
-	// drop a message as the duplicate of another.
-	errAmbiguousID = errors.New("message carries two different values of an ID header: let its producer send one")
-
-	errReservedSource = errors.New("ce_source begins with " + reservedScope + ", which is reserved: let its producer send another")
-)
+var errReservedSource = errors.New("ce_source begins with " + reservedScope + ", which is reserved: let its producer send another")
 
 // identify sets the ID of a message from its headers. A message without one keeps no ID if
 // Config.IDFunc is to be asked: see askIDs. It marks messages that must be parked.
@@ -131,7 +125,7 @@ func (m *Message) unknowable(err error) {
 // messages with one would be duplicates of each other.
 func idHeader(m *Message, sources []dedup.IDSource) ([]byte, error) {
 	for _, source := range sources {
-		found, err := oneValue(m, source.Header)
+		found, err := m.only(source.Header)
 		if (err != nil || found != nil) && proven(m, source) {
 			return found, err
 		}
@@ -139,13 +133,15 @@ func idHeader(m *Message, sources []dedup.IDSource) ([]byte, error) {
 	return nil, nil
 }
 
-func oneValue(m *Message, name string) (found []byte, err error) {
+// only returns the value of a header, unless it is empty; nil: there is none. Choosing one of two
+// values could take a message for another.
+func (m *Message) only(name string) (found []byte, err error) {
 	for _, h := range m.Headers {
 		if h.Name != name || len(h.Value) == 0 {
 			continue
 		}
 		if found != nil && !bytes.Equal(found, h.Value) {
-			return nil, fmt.Errorf("%w (header %q)", errAmbiguousID, name)
+			return nil, fmt.Errorf("message carries two different values of header %q: let its producer send one", name)
 		}
 		found = h.Value
 	}

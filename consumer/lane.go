@@ -360,7 +360,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if errors.Is(f.err, errPool) {
 		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
 	}
-	l.blocks(text, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
+	l.warn(text, true, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	if waits%waitsStored == 0 {
 		l.store(fmt.Sprintf("%s, attempt %d: %v", text, waits, f.err))
 	}

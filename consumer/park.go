@@ -9,7 +9,6 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -121,43 +120,32 @@ func (h *heldKeys) free(keys [][]byte) {
 
 // queuePark adds the statements that park messages, except those that became dead letters.
 func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
-	var keysBehind, keys, payloads [][]byte
-	var ids [][16]byte
-	var topics, headers, reasons, errs, states []string
-	var partitions, attempts []int32
-	var offsets []int64
-	var topicIDs []*uuid.UUID
-	var times []time.Time
-	var waits []time.Duration
+	var behind [][]byte
 	for _, p := range s.parked {
-		why := p.why
-		switch {
-		case p.letter:
-			continue
-		case p.row != 0:
-			batch.Queue(c.sql[setBackSQL], p.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
-			continue
-		case p.behind:
+		if p.behind && !p.letter {
 			hash := sha256.Sum256(p.Key)
-			keysBehind = append(keysBehind, hash[:])
+			behind = append(behind, hash[:])
 		}
-		value, text := []byte(nil), "{}"
-		if why.reason != reasonTooLarge {
-			value, text = p.Value, headersText(p.Headers)
+	}
+	if len(behind) > 0 {
+		batch.Queue(c.sql[touchHeadsSQL], consumer.ID(), s.parked[0].Topic, s.parked[0].Partition, behind)
+	}
+	for _, p := range s.parked {
+		why, value, headers := p.why, p.Value, "{}"
+		if why.reason == reasonTooLarge {
+			value = nil
+		} else {
+			headers = headersText(p.Headers)
 		}
-		ids, topics, partitions, offsets = append(ids, p.ID), append(topics, p.Topic), append(partitions, p.Partition), append(offsets, p.Offset)
-		topicIDs, keys, times = append(topicIDs, nullable(p.topicID)), append(keys, p.Key), append(times, p.Time)
-		payloads, headers, reasons = append(payloads, value), append(headers, text), append(reasons, why.reason)
-		errs, attempts = append(errs, bounds.ErrorText(why.err)), append(attempts, int32(why.attempts))
-		states, waits = append(states, why.state(p.behind)), append(waits, why.wait)
+		switch text := bounds.ErrorText(why.err); {
+		case p.letter:
+		case p.row != 0:
+			batch.Queue(c.sql[setBackSQL], p.row, why.state(false), why.reason, text, why.attempts, why.wait)
+		default:
+			batch.Queue(c.sql[parkSQL], consumer.ID(), p.ID, p.Topic, nullable(p.topicID), p.Partition, p.Offset, p.Key, value, headers, p.Time,
+				why.reason, text, why.attempts, why.state(p.behind), why.wait)
+		}
 	}
-	if len(ids) == 0 {
-		return
-	}
-	if len(keysBehind) > 0 {
-		batch.Queue(c.sql[touchHeadsSQL], consumer.ID(), topics[0], partitions[0], keysBehind)
-	}
-	batch.Queue(c.sql[parkSQL], consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states, waits)
 }
 
 // headersText is the stored form of headers, as in the outbox. If JSON cannot hold a name, all

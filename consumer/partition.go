@@ -135,7 +135,7 @@ func (p *partition) dispatch() (finished bool) {
 		if p.finite != nil && len(p.looked) == 0 && p.backlog.idle() {
 			list, err := p.due()
 			if err != nil {
-				p.lane.warn("could not read due parked messages", err)
+				p.lane.warn("could not read due parked messages", false, err)
 			}
 			if len(list) == 0 {
 				return err == nil
@@ -171,7 +171,7 @@ func (p *partition) dispatch() (finished bool) {
 func (p *partition) release() bool {
 	list, err := p.due()
 	if err != nil {
-		p.lane.warn("could not read due parked messages; will retry", err)
+		p.lane.warn("could not read due parked messages; will retry", false, err)
 		return !p.stopped()
 	}
 	p.backlog.release(list)

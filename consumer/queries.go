@@ -136,18 +136,13 @@ UPDATE effectonce.consumer_positions p SET released = true
 FROM unnest($2::text[], $3::int[], $4::bigint[]) AS t (topic, partition, epoch)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
-// parkSQL inserts in the order of the messages, which becomes the order of seq. A message that is
+// parkSQL parks a message; the order of the statements becomes the order of seq. A message that is
 // already stored stays unchanged. One that is tried again has its record's time as the time of its
 // children, which keep their IDs.
 const parkSQL = `-- consumer.park
 INSERT INTO effectonce.parked_messages
   (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state, retry_at, released_at)
-SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state,
-  clock_timestamp() + m.wait, CASE WHEN m.state = 'retry' THEN m.record_time END
-FROM unnest($2::uuid[], $3::text[], $4::uuid[], $5::int[], $6::bigint[], $7::bytea[], $8::bytea[], $9::jsonb[], $10::timestamptz[],
-  $11::text[], $12::text[], $13::int[], $14::text[], $15::interval[])
-  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, wait, n)
-ORDER BY m.n
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9::text::jsonb, $10, $11, $12, $13, $14, clock_timestamp() + $15::interval, CASE WHEN $14::text = 'retry' THEN $10::timestamptz END)
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
 
 // headsSQL lists the keys of the first parked messages, from the index of heads alone. It runs when

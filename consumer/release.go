@@ -96,7 +96,7 @@ func (l *lane) release(list []due) {
 	}
 	msgs, err := l.released(ctx, limit, list)
 	if err != nil && !l.p.stopped() {
-		l.warn("could not read due parked messages; will retry", err)
+		l.warn("could not read due parked messages; will retry", false, err)
 	}
 	if len(msgs) == 0 { // or an operator has locked or discarded them
 		l.pause(l.p.consumer.cfg.RetryMin)

@@ -198,34 +198,15 @@ func (r *Router) find(msg *Message) (*route, error) {
 // are an error.
 func (r *Router) typeOf(msg *Message) (string, error) {
 	for _, name := range r.cfg.TypeHeaders {
-		found := ""
-		for _, h := range msg.Headers {
-			if h.Name != name || len(h.Value) == 0 {
-				continue
-			}
-			if found != "" && found != string(h.Value) {
-				return "", unknownType("message carries two different types in header %q: let its producer send one", name)
-			}
-			found = string(h.Value)
-		}
-		if found != "" {
-			return found, nil
+		if found, err := msg.only(name); err != nil {
+			return "", unknownType("its type: %w", err)
+		} else if found != nil {
+			return string(found), nil
 		}
 	}
 	return "", nil
 }
 
-// unknownTypeError marks a message that has no route.
-type unknownTypeError struct{ err error }
-
 func unknownType(format string, args ...any) error {
-	return &unknownTypeError{Permanent(fmt.Errorf(format, args...))}
-}
-
-func (e *unknownTypeError) Error() string { return e.err.Error() }
-func (e *unknownTypeError) Unwrap() error { return e.err }
-
-func isUnknownType(err error) bool {
-	var target *unknownTypeError
-	return errors.As(err, &target)
+	return &reasonError{reasonUnknownType, Permanent(fmt.Errorf(format, args...))}
 }

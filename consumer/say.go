@@ -11,21 +11,13 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// warn logs a problem that does not stop messages from being handled: when it begins, then at most
-// every 30 s with a count.
-func (l *lane) warn(text string, err error, attrs ...any) {
-	if times, due := l.p.said.Due(text, false); due {
+// warn logs a problem when it begins, then at most every 30 s with a count. One that blocks, keeping
+// messages from being handled, ends with the next committed transaction: see works.
+func (l *lane) warn(text string, blocks bool, err error, attrs ...any) {
+	if times, due := l.p.said.Due(text, blocks); due {
 		l.log(slog.LevelWarn, text, append([]any{"error", err, "times", times}, attrs...)...)
 	}
-}
-
-// blocks does the same for a problem that keeps messages from being handled. The next committed
-// transaction ends it: see works.
-func (l *lane) blocks(text string, err error, attrs ...any) {
-	if times, due := l.p.said.Due(text, true); due {
-		l.log(slog.LevelWarn, text, append([]any{"error", err, "times", times}, attrs...)...)
-	}
-	if !slices.Contains(l.problems, text) {
+	if blocks && !slices.Contains(l.problems, text) {
 		l.problems = append(l.problems, text)
 	}
 }
@@ -165,7 +157,7 @@ func (l *lane) tell(w *work, out outcome) {
 		})
 	}
 	if out.conflicts > 0 {
-		l.warn("messages are dropped whose ID another message has: Config.OnConflict", errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
+		l.warn("messages are dropped whose ID another message has: Config.OnConflict", false, errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
 	}
 	for _, p := range out.parked {
 		if hooks.Parked != nil {
@@ -173,7 +165,7 @@ func (l *lane) tell(w *work, out outcome) {
 		}
 		switch p.Reason {
 		case reasonExpired, reasonConflict, reasonInvalid, reasonTooLarge:
-			l.warn(`messages are parked without being run: see "outbox-relay parked list"`, p.Err,
+			l.warn(`messages are parked without being run: see "outbox-relay parked list"`, false, p.Err,
 				"reason", p.Reason, "offset", p.Message.Offset, "id", p.Message.ID)
 		}
 	}

@@ -57,6 +57,7 @@ type hold struct {
 	topicPartition
 	log  *topicLog // nil: the records do not come from Kafka
 	seen *int64    // a position that was read before log
+	halt error     // see known
 }
 
 // held is a partition that was acquired, or why it could not be.
@@ -157,7 +158,7 @@ func (s *session) hold(ctx context.Context, keys []topicPartition) (map[topicPar
 		if log := answer.logs[key]; log == nil {
 			taken[key] = held{waits: answer.silent[key]}
 		} else if a := s.assignments[key]; a != nil {
-			holds = append(holds, hold{topicPartition: key, log: log, seen: a.seen})
+			holds = append(holds, hold{topicPartition: key, log: log, seen: a.seen, halt: s.damage(a)})
 		}
 	}
 	s.mu.Unlock()
@@ -242,7 +243,7 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 		return
 	}
 	a.saw(t)
-	a.attempt, a.retryAt, a.seen, a.unreadable = 0, time.Time{}, nil, nil
+	a.retryAt, a.seen, a.unreadable = time.Time{}, nil, nil
 	a.said.End("")
 	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID)
 	p.during = during
@@ -271,23 +272,17 @@ func (s *session) refused(p *partition, f *failure) {
 		s.mu.Unlock()
 		return
 	}
-	if time.Since(a.refusedAt) > refusalReset {
-		a.refusals = 0
-	}
-	wait := s.consumer.backoff(a.refusals + 1)
+	a.attempt++
+	wait := s.consumer.backoff(a.attempt)
 	if isFenced(nil, f) && !errors.Is(f.err, errServerChanged) {
-		wait = min(refusalMin<<min(a.refusals, 10), refusalMax)
+		wait = max(wait, refusalMin)
 	}
-	a.refusals, a.refusedAt, a.retryAt = a.refusals+1, time.Now(), time.Now().Add(wait)
+	a.retryAt = time.Now().Add(wait)
 	s.mu.Unlock()
 	p.lane.log(slog.LevelWarn, "the position is refused: another consumer holds the partition, or the database lost commits; it is acquired again", "error", f.err, "retry_in", wait)
 }
 
-const (
-	refusalMin   = time.Second
-	refusalMax   = time.Minute
-	refusalReset = 5 * time.Minute // without a refusal
-)
+const refusalMin = time.Second
 
 // hold begins a new epoch for each partition, decides where it begins and stores the decision, all
 // in one transaction. It locks the rows before it decides. The results are in the order of holds.
@@ -340,7 +335,7 @@ func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held
 	}
 	d := decideStart(known{
 		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions,
-		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
+		halt: h.halt, outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
 	})
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
 	pos.next.Store(-1)

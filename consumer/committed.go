@@ -82,7 +82,7 @@ func (s *session) mark(p *partition, next int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a := s.assignments[p.key()]; a != nil && a.pos == p.pos {
-		a.mark, a.reached = next, next
+		a.mark, a.reached, a.attempt = next, next, 0
 	}
 }
 

@@ -44,6 +44,7 @@ type known struct {
 	row       storedPosition
 	log       *topicLog // nil: the records do not come from Kafka
 	met       int32     // partitions of the topic at the group's first contact
+	halt      error     // it must not begin, unless an operator orders where
 
 	outOfRange OutOfRange
 	dedup      Dedup
@@ -97,6 +98,8 @@ func decideStart(k known) decision {
 		d = k.goOn()
 	case k.row.resumeAt != nil && (*k.row.resumeAt < 0 || !k.recreated()):
 		d = k.order()
+	case k.halt != nil:
+		d = decision{next: stored, halt: k.halt, why: "halts"}
 	case stored == nil:
 		d = k.begin()
 	default:

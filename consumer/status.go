@@ -127,12 +127,10 @@ type assignment struct {
 	mark    int64 // offset to be committed to Kafka; -1: none
 
 	acquiring bool      // it is being acquired again
-	attempt   int       // to acquire it
+	attempt   int       // to acquire it, since it last handled something
 	retryAt   time.Time // when it is acquired again; zero: nothing is due
 	said      say.Lines // that it waits
 	seen      *int64    // a position that was ahead of the end of the topic
-	refusals  int       // in a row
-	refusedAt time.Time
 
 	unreadable error // why its next records cannot be read
 	reads      int   // that brought damaged records in a row, at this position

@@ -165,11 +165,9 @@ func (s *session) acquireLater(ctx context.Context, why string, keys ...topicPar
 // halts: the damage may have happened in transit.
 const readsMax = 3
 
-// retryDue acquires the partitions that had to wait, and those whose next records could not be read,
-// or halts them.
+// retryDue acquires the partitions that had to wait, and those whose next records could not be read.
 func (s *session) retryDue(ctx context.Context) {
 	var due, again []topicPartition
-	damaged := map[topicPartition]error{}
 	s.mu.Lock()
 	for key, a := range s.assignments {
 		switch {
@@ -179,19 +177,13 @@ func (s *session) retryDue(ctx context.Context) {
 			if at := a.p.pos.next.Load(); a.reads == 0 || a.readAt != at {
 				a.reads, a.readAt = 0, at
 			}
-			if a.reads++; a.reads < readsMax && !errors.As(a.unreadable, new(*kgo.ErrDecompressTooLarge)) {
-				again = append(again, key)
-			} else {
-				damaged[key] = a.unreadable
-			}
+			a.reads++
+			again = append(again, key)
 		}
 	}
 	s.mu.Unlock()
 	s.acquireLater(ctx, "it had to wait", due...)
 	s.acquireLater(ctx, "its records cannot be read", again...)
-	for key, err := range damaged {
-		s.haltUnreadable(ctx, key, err)
-	}
 }
 
 // errStuck asks for a new session: the broker has records that the client does not return.
@@ -284,7 +276,7 @@ func isUnreadable(fetched kgo.FetchTopicPartition) bool {
 }
 
 // unreadable stops the fetching of a partition. When the records that were read before are handled,
-// it is acquired again, or halts: see retryDue. Unreadable records are not skipped.
+// it is acquired again, or halts: see damage. Unreadable records are not skipped.
 func (s *session) unreadable(key topicPartition, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -295,27 +287,20 @@ func (s *session) unreadable(key topicPartition, err error) {
 	}
 }
 
-// haltUnreadable ends the worker of a partition, and records the reason in the log, in its state
-// and in the database.
-func (s *session) haltUnreadable(ctx context.Context, key topicPartition, err error) {
-	setting, at := "", "OFFSET"
+// damage is why a partition halts whose records cannot be read; nil: they are read again.
+func (s *session) damage(a *assignment) error {
 	var large *kgo.ErrDecompressTooLarge
-	if errors.As(err, &large) {
+	setting, at, err := "", "OFFSET", a.unreadable
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, &large):
 		limit, _ := s.client.OptValue(kgo.MaxDecompressBatchBytes).(int)
 		err = fmt.Errorf("the batch at offset %d inflates to more than %d bytes", large.Offset, limit)
 		setting, at = "raise Config.MessageBytesMax, or give kgo.MaxDecompressBatchBytes, and restart, or ", fmt.Sprint(large.NextOffset)
+	case a.reads < readsMax:
+		return nil
 	}
-	problem := halted(fmt.Errorf("records of %s/%d cannot be read: %w. To continue, %sset where to resume, which skips the records before that: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at %s --why '...'",
-		key.topic, key.partition, err, setting, s.consumer.cfg.Group, key.topic, key.partition, at))
-	s.assigning.Lock()
-	defer s.assigning.Unlock()
-	_, workers := s.takeWorkers([]topicPartition{key})
-	if len(workers) == 0 {
-		return // it was revoked
-	}
-	s.stop(ctx, workers, min(s.consumer.cfg.DrainMax, againDrainMax))
-	_ = s.commitMarks(ctx)
-	s.halt(key, problem, held{})
-	workers[0].lane.log(slog.LevelError, "partition halts", "error", problem)
-	workers[0].lane.store(problem.Error()) //nolint:contextcheck // the lane has its own
+	return fmt.Errorf("records of %s/%d cannot be read: %w. To continue, %sset where to resume, which skips the records before that: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at %s --why '...'",
+		a.key.topic, a.key.partition, err, setting, s.consumer.cfg.Group, a.key.topic, a.key.partition, at)
 }

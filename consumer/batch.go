@@ -177,7 +177,7 @@ func (c *Consumer) queueHeld(batch *pgx.Batch, w *work, got *claimed) (unlocked 
 		}
 	}
 	args := []any{w.consumer.ID(), w.pos.topic, w.pos.partition, w.hints}
-	batch.Queue(c.sql[lockHeadsSQL], args...).Query(read(locked))
+	batch.Queue(c.sql[touchHeadsSQL], args...).Query(read(locked))
 	batch.Queue(c.sql[heldNowSQL], args...).Query(read(got.held))
 	return func() bool {
 		for hash := range got.held {

@@ -109,7 +109,7 @@ func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 			}
 		}
 		return effect(ctx, tx, msg)
-	}), nil)
+	}), func(cfg *consumer.Config) { cfg.OnFailure = consumer.OnFailureBlock })
 	h.wait("the orphan blocks", func() bool { return strings.Contains(h.log.String(), "offset=2") && h.position() == 2 })
 	require.Equal(t, []string{"a", "b"}, h.values())
 	h.exec(`INSERT INTO parent VALUES ('orphan')`)

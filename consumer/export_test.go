@@ -182,7 +182,6 @@ func IdleEvery(c *Consumer, d time.Duration) { c.idleEvery = d }
 const (
 	PollSQL         = pollSQL
 	HeadsSQL        = headsSQL
-	LockHeadsSQL    = lockHeadsSQL
 	HeldNowSQL      = heldNowSQL
 	TouchHeadsSQL   = touchHeadsSQL
 	OrderRetriesSQL = orderRetriesSQL

@@ -186,7 +186,6 @@ func TestParkedMessagesAreFoundByIndex(t *testing.T) {
 			args      []any
 		}{
 			{"poll", consumer.PollSQL, 20, []any{"g", topics, numbers, consumers, epochs, known}},
-			{"lock heads", consumer.LockHeadsSQL, 4, append(place, [][]byte{hash})},
 			{"held now", consumer.HeldNowSQL, 4, append(place, [][]byte{hash})},
 			{"touch heads", consumer.TouchHeadsSQL, 6, append(place, [][]byte{hash})},
 			{"order retries", consumer.OrderRetriesSQL, 30, append(place, 1000)},

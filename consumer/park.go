@@ -120,16 +120,6 @@ func (h *heldKeys) free(keys [][]byte) {
 
 // queuePark adds the statements that park messages, except those that became dead letters.
 func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
-	var behind [][]byte
-	for _, p := range s.parked {
-		if p.behind && !p.letter {
-			hash := sha256.Sum256(p.Key)
-			behind = append(behind, hash[:])
-		}
-	}
-	if len(behind) > 0 {
-		batch.Queue(c.sql[touchHeadsSQL], consumer.ID(), s.parked[0].Topic, s.parked[0].Partition, behind)
-	}
 	for _, p := range s.parked {
 		why, value, headers := p.why, p.Value, "{}"
 		if why.reason == reasonTooLarge {

@@ -151,32 +151,25 @@ const headsSQL = `-- consumer.heads
 SELECT DISTINCT sha256(key) FROM effectonce.parked_messages
 WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state <> 'behind' AND key IS NOT NULL`
 
-// lockHeadsSQL locks the first parked messages of some keys, so that they cannot be deleted. It
-// locks in the order of seq.
-const lockHeadsSQL = `-- consumer.lock_heads
-SELECT pg_catalog.sha256(p.key) FROM effectonce.parked_messages p
+// touchHeadsSQL locks the first parked messages of some keys, so that they cannot be deleted, and
+// rewrites them unchanged. An operator's transaction with an earlier snapshot does not see a message
+// that is parked behind one of them, and a lock alone would not stop it from deleting the first one:
+// the message behind it would wait forever. Because of the write, PostgreSQL refuses the delete
+// (40001).
+const touchHeadsSQL = `-- consumer.touch_heads
+UPDATE effectonce.parked_messages p SET state = p.state
 WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
   CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
     WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first))
-ORDER BY p.seq FOR KEY SHARE OF p`
+RETURNING pg_catalog.sha256(p.key)`
 
-// heldNowSQL lists which of the keys have a parked message. It follows lockHeadsSQL with a newer
+// heldNowSQL lists which of the keys have a parked message. It follows touchHeadsSQL with a newer
 // snapshot: a first message that was deleted during the wait for its lock may have another one
 // behind it.
 const heldNowSQL = `-- consumer.held_now
 SELECT k.hash FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
 WHERE EXISTS (SELECT FROM effectonce.parked_messages n
   WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash)`
-
-// touchHeadsSQL rewrites the first parked messages of some keys unchanged. An operator's
-// transaction with an earlier snapshot does not see a message that is parked behind one of them,
-// and a lock alone would not stop it from deleting the first one: the message behind it would wait
-// forever. Because of the write, PostgreSQL refuses the delete (40001).
-const touchHeadsSQL = `-- consumer.touch_heads
-UPDATE effectonce.parked_messages p SET state = p.state
-WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
-  CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
-    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first))`
 
 // orderRetriesSQL sets a message back to behind if an earlier message of its key is parked: it
 // cannot be retried before that one. If an operator retries such a message, it runs after the
@@ -259,7 +252,7 @@ func newQueries(schema string) map[string]string {
 	queries := map[string]string{}
 	for _, sql := range []string{
 		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, resetSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
-		lockHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, touchHeadsSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
+		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
 		lockParkedSQL, unparkSQL, setBackSQL,
 	} {
 		queries[sql] = migrations.InSchema(sql, schema)

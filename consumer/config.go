@@ -345,16 +345,14 @@ func (c *Config) enums() (problems []error) {
 	return problems
 }
 
-func (c *Config) dedup() (problems []error) {
-	if c.Forever && c.Window != 0 {
-		problems = append(problems, bounds.Problem("Window", c.Window, "none together with Forever"))
-		c.Window = 0
+func (c *Config) dedup() []error {
+	switch {
+	case !c.Forever:
+		return bounds.Durations(bounds.Duration{Field: "Window", Value: &c.Window, Default: dedup.WindowStandard, Min: dedup.WindowMin, Max: dedup.WindowMax})
+	case c.Window != 0:
+		return []error{bounds.Problem("Window", c.Window, "none together with Forever")}
 	}
-	if !c.Forever {
-		problems = append(problems, bounds.Durations(
-			bounds.Duration{Field: "Window", Value: &c.Window, Default: dedup.WindowStandard, Min: dedup.WindowMin, Max: dedup.WindowMax})...)
-	}
-	return problems
+	return nil
 }
 
 func (c *Config) order() (problems []error) {

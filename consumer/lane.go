@@ -19,7 +19,7 @@ type lane struct {
 	asks     int        // batches that ask before one is taken as fresh: see asksMax
 	size     int        // of the next batch: see pace
 	later    *postponed // what waits of the share
-	troubled bool       // the position says why it does not continue
+	troubled bool       // the position may say why it did not continue
 	does     laneState
 
 	problems []string // that keep messages from being handled
@@ -223,10 +223,7 @@ func (l *lane) try(msgs []*Message) *failure {
 		msg.counted = false
 		l.unblock(msg)
 	}
-	if l.troubled && w.released() {
-		l.storeTrouble(nil) // otherwise the position's next advance removes it
-	}
-	l.troubled = false
+	l.calm()
 	if !w.released() {
 		l.p.breaker.noteHandled(out.fresh)
 		l.pace(len(msgs), out.claim+out.handle+out.commit)

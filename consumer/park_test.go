@@ -268,6 +268,23 @@ func TestBlockWaitsAndSaysWhy(t *testing.T) {
 	require.Zero(t, h.number(trouble))
 }
 
+// Property: what is done beside a message that blocks does not remove the reason from the database.
+func TestReasonStaysWhileAMessageBlocks(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("b:1", "a:bad")
+	var repaired atomic.Bool
+	stop := h.run(failing(&repaired), func(c *consumer.Config) {
+		block(c)
+		c.Order, c.RetryMax = consumer.OrderByKey, time.Minute
+	})
+	trouble := `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%blocks its partition%no such account%'`
+	h.wait("trouble", func() bool { return h.number(trouble) == 1 })
+	h.wait("the other key's message", func() bool { return h.position() == 1 })
+	require.Equal(t, 1, h.number(trouble))
+	require.NoError(t, stop())
+}
+
 // Property: when too many messages fail the partition pauses instead of parking the topic, reports
 // that, and continues by itself when the outage is over; nothing is parked beyond the configured
 // share.

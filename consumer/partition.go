@@ -237,6 +237,7 @@ func (p *partition) advance(to passed) bool {
 	case err == nil:
 		p.lane.works()
 		p.lane.become(StateRunning, nil)
+		p.lane.calm()
 		p.pos.set(stored)
 		p.marked(to.behind)
 		return true

@@ -97,8 +97,7 @@ const (
 	closeGuardSQL = "CLOSE " + guardCursor
 )
 
-// troubleSQL stores why a partition does not continue; null: it continues. The next advance clears
-// it, too.
+// troubleSQL stores why a partition does not continue; null: it continues.
 const troubleSQL = `-- consumer.trouble
 UPDATE effectonce.consumer_positions SET trouble = $5::text, trouble_since = CASE WHEN $5::text IS NOT NULL THEN coalesce(trouble_since, clock_timestamp()) END, updated_at = clock_timestamp()
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`

@@ -68,6 +68,7 @@ func (l *lane) block(msg *Message, state PartitionState, why *parking, text stri
 		l.log(slog.LevelError, text, "error", why.err, "times", times, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", n.wait)
 	}
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
+	l.troubled = false // until the message is done
 	return n
 }
 
@@ -78,16 +79,25 @@ func (l *lane) unblock(msg *Message) {
 	}
 	if msg.blocks != "" {
 		l.ended(msg.blocks)
+		l.troubled = true // stored by the lane that had the message then
 	}
 	msg.noted, msg.blocks = false, ""
 }
 
-// store writes to the position why the partition does not continue. The next advance clears it.
+// store writes to the position why the partition does not continue, until the lane's next transaction.
 // Errors are ignored: the reason is already in the log.
 func (l *lane) store(text string) {
 	stored := bounds.ErrorText(errors.New(text))
 	l.troubled = true
 	l.storeTrouble(&stored)
+}
+
+// calm removes what store wrote.
+func (l *lane) calm() {
+	if l.troubled {
+		l.storeTrouble(nil)
+	}
+	l.troubled = false
 }
 
 // storeTrouble writes a trouble to the position, or removes it (nil).

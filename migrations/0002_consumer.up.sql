@@ -191,7 +191,6 @@ BEGIN
   UPDATE effectonce.consumer_positions SET
     next_offset = greatest(next_offset, p_next_offset),
     record_time = CASE WHEN next_offset > p_next_offset THEN record_time ELSE p_record_time END,
-    trouble = NULL, trouble_since = NULL,
     updated_at = clock_timestamp()
   WHERE consumer_group = p_group AND topic = p_topic AND partition = p_partition AND epoch = p_epoch
     AND (p_known IS NULL OR next_offset >= p_known)

@@ -236,6 +236,7 @@ func (s *session) halt(key topicPartition, problem error, t held) {
 }
 
 func (s *session) startWorker(key topicPartition, t held, during uint64) {
+	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID) // it may log
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	a := s.assignments[key]
@@ -245,7 +246,6 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 	a.saw(t)
 	a.retryAt, a.seen, a.unreadable = time.Time{}, nil, nil
 	a.said.End("")
-	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID)
 	p.during = during
 	p.marked = func(next int64) { s.mark(p, next) }
 	p.refused = func(f *failure) { s.refused(p, f) }
@@ -279,7 +279,7 @@ func (s *session) refused(p *partition, f *failure) {
 	}
 	a.retryAt = time.Now().Add(wait)
 	s.mu.Unlock()
-	p.lane.log(slog.LevelWarn, "the position is refused: another consumer holds the partition, or the database lost commits; it is acquired again", "error", f.err, "retry_in", wait)
+	p.lane.log(slog.LevelWarn, "the partition is acquired again: its position is refused, or only it can say whether a COMMIT succeeded", "error", f.err, "retry_in", wait)
 }
 
 const refusalMin = time.Second
@@ -340,7 +340,8 @@ func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
 	pos.next.Store(-1)
 	pos.set(d.next)
-	if !row.released && (row.next == nil) == (row.heldOffset == nil) && (row.next == nil || *row.next == *row.heldOffset) {
+	empty := h.log != nil && d.at >= h.log.end // then no message ended the last holder
+	if !row.released && !empty && (row.next == nil) == (row.heldOffset == nil) && (row.next == nil || *row.next == *row.heldOffset) {
 		pos.stuck = row.stuck + 1
 	}
 	return held{pos: pos, decision: d, paused: row.paused}

@@ -69,7 +69,7 @@ type share struct {
 func (s *share) add(from *line, limit int) {
 	n := min(limit-len(s.msgs), len(from.msgs))
 	switch {
-	case len(s.msgs) > 0 && !(s.msgs[0].first.IsZero() && from.msgs[0].first.IsZero()):
+	case len(s.msgs) > 0 && (!s.msgs[0].first.IsZero() || !from.msgs[0].first.IsZero()):
 		return
 	case !from.msgs[0].first.IsZero():
 		n = 1

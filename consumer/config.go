@@ -26,8 +26,8 @@ type Config struct {
 	// Name is the scope of the claims: an ID is processed once for each name. At most 600 bytes.
 	// Default: the group and the topic, "billing/orders", for each topic, so that a writer of one
 	// topic cannot use up the IDs of another. A name belongs to one group forever. A group that
-	// gets another name resumes at its position. The new name has handled nothing before that
-	// position, so a rewind handles it again.
+	// gets another name resumes at its position, once no message waits in parked_messages under the
+	// earlier one. The new name has handled nothing before that position, so a rewind handles it again.
 	Name string
 	// Aliases are the names under which topics count in Name and in the scope of IDs, by the topic's
 	// name: {"us-east.orders": "orders"} makes a mirrored topic the same as its source, so that a
@@ -75,7 +75,7 @@ type Config struct {
 	// default 2 s.
 	BatchTimeMax time.Duration
 	// Isolation of the transactions. Default pgx.ReadCommitted. The stricter levels report
-	// concurrent claims as serialization failures, which are retried.
+	// concurrent claims as serialization failures, which are retried. They need OrderByPartition.
 	Isolation pgx.TxIsoLevel
 	// StatementTimeout bounds each statement of a transaction. 10 ms to 1 h; default 30 s.
 	StatementTimeout time.Duration
@@ -365,6 +365,9 @@ func (c *Config) order() (problems []error) {
 		}
 		c.Workers = 1
 		return problems
+	}
+	if c.Isolation != pgx.ReadCommitted {
+		problems = append(problems, bounds.Problem("Isolation", c.Isolation, "read committed where Order is not OrderByPartition: lanes would not see each other's positions"))
 	}
 	if c.Dedup == DedupByPosition {
 		problems = append(problems, errors.New("Order: want OrderByPartition where Dedup is DedupByPosition: the position can only stop messages that are handled in its order"))

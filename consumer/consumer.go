@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -67,7 +68,7 @@ var ErrNotPrimary = errors.New("the database is a standby: connect the consumer 
 var ErrUnknownTopic = errors.New("topic does not exist")
 
 // New returns a consumer, or all problems of its configuration at once. It opens no connection. The
-// caller keeps the pool and closes it; each running partition takes one of its connections. The
+// caller keeps the pool, for this consumer alone, and closes it; each running partition takes one of its connections. The
 // options kafka are for the connection to the brokers (seeds, TLS, SASL, session timeout,
 // balancers). The consumer sets group, topics, offsets, isolation and rebalancing; its settings
 // override these options.
@@ -273,7 +274,28 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		}
 	}
 	c.ids, c.names = ids, named
-	return nil
+	return c.leftBehind(ctx)
+}
+
+var errLeftBehind = errors.New("messages of an earlier name of the group wait in parked_messages")
+
+// leftBehind returns an error if parked messages wait that no consumer of these names would try: later
+// messages of their keys would overtake them.
+func (c *Consumer) leftBehind(ctx context.Context) error {
+	ids := []int32{}
+	for _, id := range c.ids {
+		ids = append(ids, id.ID())
+	}
+	var name string
+	var n int64
+	err := c.pool.QueryRow(ctx, c.sql[leftBehindSQL], c.cfg.Group, c.cfg.Topics, ids).Scan(&name, &n)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil
+	case err != nil:
+		return fmt.Errorf("look for parked messages of other names: %w", err)
+	}
+	return fmt.Errorf("%w: %d of %q, which nobody would try again under another name: run with that Config.Name (or alias) until they are done, or discard them (outbox-relay parked discard)", errLeftBehind, n, name)
 }
 
 // warnWindow logs that another dedup window was registered before.
@@ -313,6 +335,6 @@ func readable(d time.Duration) string {
 // backoff returns a pause of RetryMin/2 plus a random part. The limit of that part doubles from
 // RetryMin to RetryMax.
 func (c *Consumer) backoff(attempt int) time.Duration {
-	ceiling := min(c.cfg.RetryMin<<min(attempt-1, 20), c.cfg.RetryMax)
+	ceiling := min(c.cfg.RetryMin<<min(max(attempt-1, 0), 20), c.cfg.RetryMax)
 	return c.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
 }

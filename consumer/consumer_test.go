@@ -13,7 +13,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -338,8 +337,10 @@ func TestConfigReportsAllProblems(t *testing.T) {
 	})
 	require.Error(t, err)
 	for _, part := range []string{"Group", "bad topic", "BatchMax -1", "chaos", "RetryMin 1m0s", `"X"`, "pool is nil", "handler is nil"} {
-		assert.ErrorContains(t, err, part)
+		require.ErrorContains(t, err, part)
 	}
+	_, err = consumer.New(pgtest.Pool(t), nil, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{"t"}, Order: consumer.OrderByKey, Isolation: pgx.RepeatableRead})
+	require.ErrorContains(t, err, `want read committed where Order is not OrderByPartition`)
 }
 
 // Property: a pool whose protocol cannot work is refused at start, with the one that does, and so

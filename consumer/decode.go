@@ -80,6 +80,9 @@ func decodedBatch[T any](decoder Decoder[T], handle func(ctx context.Context, tx
 			}
 			list, places = append(list, Decoded[T]{msg, body}), append(places, i)
 		}
+		if len(list) == 0 {
+			return nil
+		}
 		err := handle(ctx, tx, list)
 		var named *failedAt
 		if errors.As(err, &named) && named.index >= 0 && named.index < len(places) {

@@ -340,10 +340,8 @@ func (s *session) release(ctx context.Context, keys map[string][]int32, limit ti
 // limit; then its context is cancelled, which rolls the batch back. What a partition waits for then
 // is bounded, and all wait at the same time. It stores that the partitions were released.
 func (s *session) stop(ctx context.Context, partitions []*partition, limit time.Duration) {
-	positions := make([]*position, len(partitions))
-	for i, p := range partitions {
+	for _, p := range partitions {
 		p.stop()
-		positions[i] = p.pos
 	}
 	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -356,8 +354,11 @@ func (s *session) stop(ctx context.Context, partitions []*partition, limit time.
 	for _, p := range partitions {
 		p.cancel()
 	}
+	var positions []*position
 	for _, p := range partitions {
-		<-p.done
+		if <-p.done; !p.unclean.Load() {
+			positions = append(positions, p.pos)
+		}
 	}
 	if err := s.consumer.giveUp(ctx, positions); err != nil {
 		// The next holder treats this as a crash: see suspects.

@@ -75,17 +75,22 @@ type Queue struct {
 	batch *pgx.Batch
 	owner []*Message // of each statement
 	view  *messageTx
+	sent  bool
 }
 
 // Queue adds a statement. The callbacks of pgx.QueuedQuery can read its result; they run after all
 // messages were handled. If a statement fails, its message fails.
 func (q *Queue) Queue(sql string, args ...any) *pgx.QueuedQuery {
-	if q.view.Refuse(sql) == nil { // else noted, and reported when the handler returns
+	if q.sent {
+		_ = q.view.Misused(errQueuedLate)
+	} else if q.view.Refuse(sql) == nil { // else noted, and reported when the handler returns
 		q.view.Statement(sql)
 	}
 	q.owner = append(q.owner, q.view.msg)
 	return q.batch.Queue(sql, args...)
 }
+
+var errQueuedLate = errors.New("handler queued a statement after the queue was sent: it would have no effect; use the callbacks of QueuedQuery to read results only")
 
 // Publish publishes messages with derived IDs, in the same transaction; see outbox.Publish.
 func (q *Queue) Publish(ctx context.Context, msgs ...outbox.Message) error {
@@ -116,6 +121,7 @@ func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error
 func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) error {
 	t.turn(nil)
 	t.busy.Store(true)
+	q.sent = true
 	read := 0 // how far the results were read: attributes an error to its message
 	err := guard(func() error { return send(ctx, t.conn, q.batch, &read) })
 	t.busy.Store(false)

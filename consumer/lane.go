@@ -111,7 +111,8 @@ func (l *lane) finish(msgs []*Message) bool {
 			return false
 		}
 		v := l.p.consumer.verdict(f)
-		if f.closes || f.lost && f.origin != originEngine && v == verdictWait && !l.mustTakeBack(f) {
+		unknown := l.mustTakeBack(f) && msgs[0].row == 0 // a parked row says itself whether it is done
+		if f.closes || f.lost && f.origin != originEngine && v == verdictWait && !unknown {
 			// If that recurs with the same messages while the database answers, one of them ends its
 			// session, or spoils it. It is blamed only if it is alone.
 			if losses++; losses > 1 && (f.closes || l.databaseAnswers()) {
@@ -129,7 +130,8 @@ func (l *lane) finish(msgs []*Message) bool {
 			return l.process(msgs)
 		case f.letter != nil:
 			cmp.Or(f.letter.original, f.letter.Message).park = f.letter.keep(f.err)
-		case v == verdictFenced:
+		case v == verdictFenced, unknown && (v == verdictWait || v == verdictRepeat):
+			l.p.unclean.Store(v != verdictFenced)
 			ok = l.fenced(f)
 		case v == verdictDivide && len(msgs) == 1 && msgs[0].row == 0:
 			why := &parking{reason: reasonFailed, err: f.err, attempts: msgs[0].attempts}
@@ -224,9 +226,9 @@ func (l *lane) try(msgs []*Message) *failure {
 		l.unblock(msg)
 	}
 	l.calm()
+	l.pace(len(msgs), out.claim+out.handle+out.commit)
 	if !w.released() {
 		l.p.breaker.noteHandled(out.fresh)
-		l.pace(len(msgs), out.claim+out.handle+out.commit)
 	}
 	if w.stored != nil {
 		p.marked(*w.stored)
@@ -343,19 +345,20 @@ func (l *lane) fenced(f *failure) bool {
 }
 
 // mustTakeBack: without claims only the position shows whether a COMMIT without an answer was applied.
-// Acquiring the position again also fences that COMMIT if it is still in progress.
+// Acquiring the position again also fences that COMMIT if it is still in progress. If that recurs, the
+// messages are suspects.
 func (l *lane) mustTakeBack(f *failure) bool {
 	return l.p.consumer.cfg.Dedup == DedupByPosition && f.origin == originCommit
 }
 
 // wait pauses after a failure that no message caused. It returns false if the lane must stop.
 func (l *lane) wait(waits int, f *failure) bool {
-	if l.mustTakeBack(f) {
-		return l.fenced(f)
-	}
 	wait, text := l.p.consumer.backoff(waits), "partition waits for the database; nothing is lost"
-	if errors.Is(f.err, errPool) {
+	switch {
+	case errors.Is(f.err, errPool):
 		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
+	case errors.Is(f.err, errManyAbandoned):
+		text = "partition waits for handlers that do not return"
 	}
 	l.warn(text, true, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	if waits%waitsStored == 0 {

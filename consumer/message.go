@@ -95,12 +95,15 @@ func (m *Message) CallKey(step string) uuid.UUID { return dedup.CallKey(m.scope,
 
 // PublishID derives the ID of a message to be published from the consumer's name, this message and a
 // step. It is the same in every re-execution. It contains the time of the record, or of the release
-// from parking, so that the next consumer can prove the message fresh. Messages that a handler
+// from parking, so that the next consumer can prove the message fresh, unless that is no time. Messages that a handler
 // publishes through its tx get such an ID automatically. A batch handler must call PublishID.
 func (m *Message) PublishID(step string) uuid.UUID {
 	at := m.Time
 	if !m.released.IsZero() {
 		at = m.released
+	}
+	if at.Year() < timeBegins {
+		return dedup.LaterID(m.scope, m.ID, step)
 	}
 	return dedup.PublishID(m.scope, m.ID, step, at)
 }

@@ -143,7 +143,7 @@ func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selec
 func headersText(headers []Header) string {
 	storable := true
 	for _, h := range headers {
-		storable = storable && utf8.ValidString(h.Name) && !strings.ContainsRune(h.Name, 0)
+		storable = storable && h.Name != rawHeaders && utf8.ValidString(h.Name) && !strings.ContainsRune(h.Name, 0)
 	}
 	if storable {
 		if text, err := outbox.EncodeHeaders(headers); err == nil {

@@ -39,6 +39,7 @@ type partition struct {
 	breaker *breaker
 	// suspects are messages that the last holder may have been handling when it ended.
 	suspects atomic.Int64
+	unclean  atomic.Bool // it ended as if the process had: the next holder has suspects if nothing was finished
 
 	marked    func(next int64)  // called when all before next is done
 	committed func(out outcome) // called after each transaction

@@ -90,7 +90,7 @@ func (p *partition) due() ([]due, error) {
 // alone. The attempt is counted and committed before it begins: a message may end the process.
 // Messages that are not done are chosen again when they are due.
 func (l *lane) release(list []due) {
-	ctx, limit := l.p.ctx, l.p.consumer.cfg.BatchMax
+	ctx, limit := l.p.ctx, l.batch()
 	if list[0].tried {
 		limit = 1
 	}
@@ -114,7 +114,17 @@ func (l *lane) release(list []due) {
 		}
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
-	l.process(msgs) // if the lane stops, attempts count that did not begin
+	if !l.process(msgs) { // attempts that did not begin, or that the stop ended, do not count
+		var seqs []int64
+		for _, msg := range msgs {
+			if msg.counted {
+				seqs = append(seqs, msg.row)
+			}
+		}
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), markMax)
+		defer cancel()
+		_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[uncountSQL], seqs)
+	}
 }
 
 var errNotStored = errors.New("the message was too large to be stored as a whole: it cannot be retried, only discarded")
@@ -201,6 +211,7 @@ func (w *work) rows(msgs []*Message) []int64 {
 // setBack stores that a message failed again: it stays parked for an operator, or until its next
 // attempt. If storing fails, the message is retried sooner.
 func (l *lane) setBack(msg *Message, why *parking) {
+	l.unblock(msg)
 	if why.retry {
 		l.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", why.wait)
 	} else {

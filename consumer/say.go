@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -102,7 +101,7 @@ func (l *lane) calm() {
 
 // storeTrouble writes a trouble to the position, or removes it (nil).
 func (l *lane) storeTrouble(text *string) {
-	ctx, cancel := l.p.consumer.bounded(context.WithoutCancel(l.p.ctx)) // a halting partition has ended
+	ctx, cancel := l.p.consumer.bounded(l.p.ctx)
 	defer cancel()
 	pos := l.p.pos
 	_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[troubleSQL], l.p.consumer.cfg.Group, pos.topic, pos.partition, pos.epoch, text)

@@ -265,7 +265,7 @@ func (k known) handled(d decision) handledRange {
 	switch {
 	case d.next == nil:
 		return handledRange{from: d.at}
-	case stored == nil, d.moved && *stored > k.log.end, k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
+	case stored == nil, k.log != nil && (d.moved && *stored > k.log.end || k.row.handledTo != nil && *k.row.handledTo > k.log.end), k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
 		*k.row.handledBy != k.consumer, *k.row.handledRule != k.rule:
 		return handledRange{from: *d.next}
 	}

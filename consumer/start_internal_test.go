@@ -6,6 +6,8 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
 )
 
 // The rows of the table in docs/design.md, "Where a partition begins".
@@ -237,4 +239,29 @@ func TestFirstPositions(t *testing.T) {
 	require.Empty(t, answer.contacts(StartEarliest)[0].First)
 	delete(answer.logs, topicPartition{"t", 0})
 	require.Empty(t, answer.contacts(StartLatest), "the ends of all partitions must be known")
+}
+
+// Property: offsets of a rewound range that the topic has lost are not handled: other records get them.
+func TestRewindThenLostEnd(t *testing.T) {
+	t.Parallel()
+	k := known{
+		group: "g", topic: "t", met: 3, consumer: 7, rule: "standard", log: &topicLog{cluster: "cluster", topicID: startTopic, end: 80},
+		row: storedPosition{topicID: startTopic, next: pointer(int64(50)), handledFrom: pointer(int64(20)), handledTo: pointer(int64(95)), handledBy: pointer(int32(7)), handledRule: pointer("standard"), held: true, released: true},
+	}
+	d := decideStart(k)
+	require.NoError(t, d.halt)
+	require.False(t, d.handled.contains(85, d.next))
+}
+
+// Property: holders that were killed while the partition had nothing for them are no sign of a message that
+// ends the process.
+func TestKilledHoldersOfAnIdlePartitionHaveNoSuspects(t *testing.T) {
+	t.Parallel()
+	c := &Consumer{cfg: Config{Group: "g"}, ids: map[string]dedup.Consumer{}}
+	for end, want := range map[int64]int{50: 0, 51: 3} {
+		next := int64(50)
+		h := hold{topicPartition: topicPartition{"t", 0}, log: &topicLog{end: end}}
+		taken := c.decide(h, storedPosition{next: &next, heldOffset: &next, held: true, stuck: 2}, map[string]int32{"t": 1})
+		require.Equal(t, want, taken.pos.stuck)
+	}
 }

@@ -52,7 +52,9 @@ type mark struct {
 
 // turn sets the message that is handled from now on; nil: several.
 func (t *tx) turn(msg *Message) {
-	t.current.Store(msg)
+	if t.current.Swap(msg) != msg {
+		t.marks = nil // a savepoint of another message would take that one's effects back
+	}
 	t.since.Store(int64(time.Since(t.begun)) + 1)
 }
 
@@ -238,29 +240,34 @@ func (v *messageTx) Statement(sql string) {
 	switch verb {
 	case "savepoint":
 		t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
-	case "release":
-		if at := t.marked(rest); at >= 0 {
+	case "release", "rollback":
+		switch at := t.marked(rest); {
+		case at < 0:
+			t.session = true // it may be another message's
+		case verb == "release":
 			t.marks = t.marks[:at]
-		}
-	case "rollback":
-		if at := t.marked(rest); at >= 0 {
+		default:
 			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
 		}
 	case "set":
 		kind, _ := handlertx.Verb(rest)
 		t.session = true
 		t.lasting = t.lasting || !slices.Contains([]string{"local", "constraints", "transaction"}, kind)
-	case "reset", "discard", "listen", "unlisten", "load":
+	case "reset", "discard", "listen", "unlisten", "load", "deallocate":
 		t.session, t.lasting = true, true
-	case "create":
-		kind, _ := handlertx.Verb(rest)
-		t.session = t.session || strings.HasPrefix(kind, "temp")
+	case "create", "declare":
+		words := strings.Fields(strings.ToLower(rest))
+		temporary := func(word string) bool { return word == "temp" || word == "temporary" }
+		if text := strings.Join(words, " "); slices.ContainsFunc(words[:min(4, len(words))], temporary) || strings.Contains(text, " with hold ") {
+			t.session = true
+			t.lasting = t.lasting || !strings.Contains(text, " on commit drop")
+		}
 	}
-	if strings.Contains(sql, "_c") || strings.Contains(sql, "_C") {
+	if strings.Contains(sql, "_c") || strings.Contains(sql, "_C") || strings.Contains(sql, "visory_l") || strings.Contains(sql, "VISORY_L") {
 		text := strings.ReplaceAll(strings.ToLower(sql), " ", "")
-		n := strings.Count(text, "set_config(")
-		t.session = t.session || n > 0
-		t.lasting = t.lasting || n > strings.Count(text, ",true)")
+		n, locks := strings.Count(text, "set_config("), strings.Contains(text, "advisory_lock")
+		t.session = t.session || n > 0 || locks
+		t.lasting = t.lasting || n > strings.Count(text, ",true)") || locks
 	}
 }
 

@@ -173,7 +173,7 @@ func (s *session) retryDue(ctx context.Context) {
 		switch {
 		case !a.retryAt.IsZero() && time.Until(a.retryAt) <= 0:
 			due = append(due, key)
-		case a.unreadable != nil && a.p != nil && a.p.handledAll():
+		case a.unreadable != nil && !a.acquiring && a.p != nil && a.p.handledAll():
 			if at := a.p.pos.next.Load(); a.reads == 0 || a.readAt != at {
 				a.reads, a.readAt = 0, at
 			}
@@ -205,13 +205,11 @@ type atEnd struct {
 func (s *session) look(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
-	s.mu.Lock()
-	for key, a := range s.assignments {
-		if a.p == nil && a.does.state == StateHalted {
-			s.consumer.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.does.err)
+	for _, p := range s.consumer.Status().Partitions { // not under the mutex: a logger may ask for the status
+		if p.State == StateHalted {
+			s.consumer.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.cfg.Group, "topic", p.Topic, "partition", p.Partition, "error", p.Err)
 		}
 	}
-	s.mu.Unlock()
 	partitions := s.working()
 	if len(partitions) == 0 {
 		return nil
@@ -223,8 +221,8 @@ func (s *session) look(ctx context.Context) error {
 	admin := kadm.NewClient(s.client)
 	ends, err := admin.ListEndOffsets(ctx, s.consumer.cfg.Topics...)
 	stable, stableErr := admin.ListCommittedOffsets(ctx, s.consumer.cfg.Topics...)
-	if err = errors.Join(err, stableErr); err != nil {
-		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
+	if err = errors.Join(err, stableErr); err != nil { // some leaders may have answered
+		err = fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
 	var list []atEnd
 	for _, p := range partitions {
@@ -249,12 +247,12 @@ func (s *session) look(ctx context.Context) error {
 		}
 	}
 	if len(list) == 0 {
-		return nil
+		return err
 	}
-	if _, err := s.consumer.pool.Exec(ctx, s.consumer.sql[caughtUpSQL], s.consumer.cfg.Group, now, list); err != nil {
-		return fmt.Errorf("store that partitions are at their end: %w", err)
+	if _, failed := s.consumer.pool.Exec(ctx, s.consumer.sql[caughtUpSQL], s.consumer.cfg.Group, now, list); failed != nil {
+		return errors.Join(err, fmt.Errorf("store that partitions are at their end: %w", failed))
 	}
-	return nil
+	return err
 }
 
 // inflateMin is the least bound on the inflated size of a batch of records if Config.MessageBytesMax

@@ -288,6 +288,7 @@ END
 $$;
 CREATE TRIGGER parked_promote AFTER DELETE ON effectonce.parked_messages
   REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.parked_promote();
+ALTER TABLE effectonce.parked_messages ENABLE ALWAYS TRIGGER parked_promote; -- also where a handler sets session_replication_role
 
 -- === Fences
 

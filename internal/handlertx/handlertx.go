@@ -6,8 +6,10 @@
 package handlertx
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -216,7 +218,36 @@ func (v *Tx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []strin
 		return 0, err
 	}
 	defer func() { v.leave(err) }()
-	return v.conn.CopyFrom(ctx, table, columns, src)
+	return v.conn.CopyFrom(ctx, table, columns, &source{CopyFromSource: src})
+}
+
+// source keeps a panic of a handler's source from ending the process: pgx reads it in a goroutine.
+type source struct {
+	pgx.CopyFromSource
+
+	err error
+}
+
+func (s *source) guard(err *error) {
+	if v := recover(); v != nil {
+		s.err = fmt.Errorf("the source of CopyFrom panicked: %v", v)
+	}
+	*err = cmp.Or(s.err, *err)
+}
+
+func (s *source) Next() (more bool) {
+	defer s.guard(new(error))
+	return s.CopyFromSource.Next()
+}
+
+func (s *source) Values() (values []any, err error) {
+	defer s.guard(&err)
+	return s.CopyFromSource.Values()
+}
+
+func (s *source) Err() (err error) {
+	defer s.guard(&err)
+	return s.CopyFromSource.Err()
 }
 
 // SendBatch implements pgx.Tx.

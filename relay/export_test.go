@@ -96,7 +96,7 @@ func (r *Relay) FetchesElsewhere(ctx context.Context) error {
 		return err
 	}
 	another := "another run"
-	l.cluster.run = &another
+	l.cluster.run = another
 	_, _, err = newPublisher(r, l).reader.fetch(ctx, l.cursor, 10)
 	r.giveBack(ctx, l)
 	return err

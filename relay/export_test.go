@@ -95,9 +95,20 @@ func (r *Relay) FetchesElsewhere(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	another := "another run"
-	l.cluster.run = &another
+	l.cluster.run = "another run"
 	_, _, err = newPublisher(r, l).reader.fetch(ctx, l.cursor, 10)
+	r.giveBack(ctx, l)
+	return err
+}
+
+// StoresElsewhere is what a write of progress says where the server has another tick under the number.
+func (r *Relay) StoresElsewhere(ctx context.Context) error {
+	l, err := r.acquire(ctx, 0)
+	if err != nil {
+		return err
+	}
+	l.cursor.from.token = "00000000-0000-0000-0000-000000000000"
+	err = newProgress(r, l).store(ctx, l.cursor, 1, nil)
 	r.giveBack(ctx, l)
 	return err
 }

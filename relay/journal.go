@@ -48,6 +48,7 @@ type entry struct {
 
 type storedTick struct {
 	Tick     int64  `json:"tick"`
+	Token    string `json:"token"`
 	Snapshot string `json:"snapshot"`
 	SeqLast  int64  `json:"seq_last"`
 }
@@ -116,11 +117,11 @@ func (j *journal) create(ctx context.Context, admin *kadm.Client) error {
 func (j *journal) record(l *lease, end cursor, published int64, t *toTransactions) (*kgo.Record, error) {
 	e := entry{
 		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
-		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.released,
+		From: storedTick{end.from.id, end.from.token, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.released,
 	}
 	e.setDead(t.dead)
 	if end.to != nil {
-		e.To = &storedTick{end.to.id, end.to.snapshot, end.to.seqLast}
+		e.To = &storedTick{end.to.id, end.to.token, end.to.snapshot, end.to.seqLast}
 	}
 	value, err := json.Marshal(e)
 	if err != nil {
@@ -161,7 +162,7 @@ func (e *entry) verdicts() (v verdicts) {
 // without exactly-once.
 func (e *entry) after(l *lease) bool {
 	here := func(a, b any) bool { return a == b }
-	if !here(deref(e.System), deref(l.cluster.system)) || !here(deref(e.Timeline), deref(l.cluster.timeline)) {
+	if !here(deref(e.System), deref(l.cluster.system)) {
 		return false
 	}
 	if e.Epoch != l.stored.epoch {
@@ -186,7 +187,7 @@ func (s *storedTick) tick() (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored = s.Tick, true
+	t.id, t.token, t.stored = s.Tick, s.Token, true
 	return t, nil
 }
 
@@ -200,7 +201,7 @@ func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
 			continue
 		}
 		var has, same bool
-		if err := j.pool.QueryRow(ctx, j.sql.hasTick, j.lease.cluster.run, t.id, t.snapshot, t.seqLast).Scan(&has, &same); err != nil {
+		if err := j.pool.QueryRow(ctx, j.sql.hasTick, j.lease.cluster.run, t.id, t.token).Scan(&has, &same); err != nil {
 			return false, err
 		}
 		if !same {

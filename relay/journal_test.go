@@ -142,6 +142,60 @@ func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 	require.Equal(t, []string{"1"}, values(t, topic))
 }
 
+// Property: behind a promotion that lost nothing, nothing is published again, however old the oldest
+// open transaction is and whatever created_at says, and what an operator discarded stays so. Row O23 of
+// guarantees.md.
+func TestPromotionThatLosesNothingRepeatsNothing(t *testing.T) {
+	t.Parallel()
+	for name, exactly := range map[string]bool{"at least once": false, "exactly once": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+			bystander := pgtest.Connect(t, pool.Config().ConnString())
+			pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`)
+			cfg := relay.Config{ExactlyOnce: exactly, ProgressTopic: kafkatest.UnusedTopic(t)}
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT $1, 'k', 'v', clock_timestamp() + CASE n WHEN 10 THEN interval '1 day' ELSE '0' END FROM generate_series(1, 500) n`, topic)
+			insert(t, pool, missing, "k", "discarded")
+			drain(t, newRelay(t, pool, cfg))
+			must(t, pool, `DELETE FROM effectonce.outbox_dead WHERE state = 'held'`)
+			must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline - 1`)
+			insert(t, pool, topic, "k", "last")
+			_, err := newRelay(t, pool, cfg).Drain(ctx)
+			require.NoError(t, err)
+			require.Len(t, values(t, topic), 501)
+			require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead`))
+			require.NotZero(t, one[int](t, pool, `SELECT timeline FROM effectonce.outbox_progress`), "the present one")
+		})
+	}
+}
+
+// Property: progress in Kafka counts only where the database has its ticks, by their tokens: a server
+// that lost them may have given their numbers, with equal snapshots, to others over other rows. Row O23
+// of guarantees.md.
+func TestTicksOfLostProgressAreNotTakenForOthers(t *testing.T) {
+	t.Parallel()
+	for name, lost := range map[string]bool{"lost": true, "not copied": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+			r := newRelay(t, pool, relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t)})
+			insert(t, pool, topic, "k", "1")
+			drain(t, r)
+			must(t, pool, `CREATE TABLE before AS SELECT max(n) AS n, max(tick) AS tick FROM effectonce.outbox_advances`)
+			insert(t, pool, topic, "k", "2")
+			drain(t, r)
+			must(t, pool, `DELETE FROM effectonce.outbox_advances a USING before b WHERE a.n > b.n`)
+			want := []string{"1", "2"}
+			if lost {
+				must(t, pool, `UPDATE effectonce.outbox_ticks t SET token = gen_random_uuid() FROM before b WHERE t.tick > b.tick`)
+				want = append(want, "2")
+			}
+			drain(t, r)
+			require.Equal(t, want, values(t, topic))
+		})
+	}
+}
+
 // Property: what a connection to another server shows is not published, and no progress is made by
 // it. Rows O24, O25 of guarantees.md.
 func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
@@ -151,6 +205,7 @@ func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
 	drain(t, r)
 	insert(t, pool, topic, "k", "1")
 	require.ErrorIs(t, r.FetchesElsewhere(t.Context()), relay.ErrAnotherRun)
+	require.ErrorIs(t, r.StoresElsewhere(t.Context()), relay.ErrAnotherRun)
 	require.EqualValues(t, 1, drain(t, r))
 }
 

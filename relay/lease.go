@@ -12,7 +12,6 @@ import (
 
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // cluster identifies the origin of the transaction ids in the ticks: see clusterSQL. A field is nil
@@ -20,7 +19,7 @@ import (
 type cluster struct {
 	system   *int64
 	timeline *int32
-	run      *string // run of the server: see serverRun
+	run      string // of the server: see serverRun
 	database string  // as the server calls it; a pooler may have another name
 }
 
@@ -77,16 +76,13 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 		if !hidden(err) {
 			return c, fmt.Errorf("read the cluster's identity: %w", err)
 		}
-		r.say.warn(ctx, "the cluster's identity is unknown: a restore into another cluster, or a failover that lost commits, will not be noticed", "error", err)
+		r.say.warn(ctx, "the cluster's identity is unknown: a restore into another cluster, or an old primary, will not be noticed", "error", err)
 		c = cluster{}
 	}
-	if err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&c.run); err != nil {
-		if !hidden(err) {
-			return c, fmt.Errorf("read the server's run: %w", err)
-		}
-		r.say.warn(ctx, "the server's run is unknown: a crash that lost commits while the relay runs will not be noticed", "error", err)
+	if err := r.pool.QueryRow(ctx, r.sql.run).Scan(&c.run); err != nil {
+		return c, fmt.Errorf("read the server's run: %w", err)
 	}
-	if c.run != nil && c.timeline != nil && !strings.HasPrefix(*c.run, fmt.Sprintf("%08X", *c.timeline)) {
+	if timeline, _, _ := strings.Cut(c.run, "/"); c.timeline != nil && timeline != "" && timeline != fmt.Sprintf("%08X", *c.timeline) {
 		return c, errAnotherRun // two connections, two servers
 	}
 	return c, nil
@@ -153,7 +149,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	return l, nil
 }
 
-// begin finds where a lease begins: at stored progress, or after a recovery.
+// begin finds where a lease begins: at stored progress, or, in another cluster, after a recovery.
 func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, to *int64) error {
 	moved, err := l.cluster.movedFrom(known)
 	if err != nil {

@@ -183,7 +183,7 @@ const silentDatabase = "the database does not answer: leases could not be renewe
 
 // beat renews leases and returns the state of the relay.
 func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standing, error) {
-	shards, epochs, runs := make([]int16, len(leases)), make([]int64, len(leases)), make([]*string, len(leases))
+	shards, epochs, runs := make([]int16, len(leases)), make([]int64, len(leases)), make([]string, len(leases))
 	for i, l := range leases {
 		shards[i], epochs[i], runs[i] = l.shard, l.epoch, l.cluster.run
 	}

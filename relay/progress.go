@@ -129,11 +129,12 @@ func (p *progress) ticks(ctx context.Context, end cursor) error {
 func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) (advanced, error) {
 	a := advanced{at: end, rows: rows, seq: p.seqRead.Load()}
 	var to *int64
+	var token *string
 	if end.to != nil {
-		to = &end.to.id
+		to, token = &end.to.id, &end.to.token
 	}
 	tag, err := db.Exec(ctx, p.sql.advance, p.lease.cluster.run, p.cfg.Name, p.lease.shard, p.lease.n+1, p.lease.epoch,
-		end.from.id, to, end.seq, end.floor, p.lease.stored.published+rows, journal)
+		end.from.id, to, end.seq, end.floor, p.lease.stored.published+rows, journal, end.from.token, token)
 	switch {
 	case pgerr.Is(err, pgerr.UniqueViolation):
 		return a, errLeaseLost

@@ -39,7 +39,7 @@ WITH alive AS (
 ), renewed AS (
   UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
   FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run)
-  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
+  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND mine.run = ` + serverRun + `
   RETURNING p.shard
 )
 SELECT r.shards, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
@@ -79,7 +79,7 @@ SELECT r.relay, $3, r.shards, $4, clock_timestamp() + $5::interval,
 FROM effectonce.outbox_relays r WHERE r.relay = $2 AND r.shards > $3 AND ` + here + ` FOR SHARE
 ON CONFLICT (relay, shard) DO UPDATE SET
   owner = excluded.owner, lease_until = excluded.lease_until, epoch = p.epoch + 1,
-  system_identifier = coalesce(p.system_identifier, excluded.system_identifier), timeline = coalesce(p.timeline, excluded.timeline)
+  system_identifier = coalesce(p.system_identifier, excluded.system_identifier), timeline = greatest(p.timeline, excluded.timeline)
 WHERE p.lease_until IS NULL OR p.lease_until < clock_timestamp()
 RETURNING relay, shard, epoch, shards, system_identifier, timeline
 ), newest AS (
@@ -141,15 +141,15 @@ const flushed = `set_config('synchronous_commit',
 // that was written here (its xmin is the transaction that it names, or one of its subtransactions,
 // which have the ids behind it) and that is not visible is unpublished, whatever its number is:
 // that number may have been assigned twice. Where the sequence is behind, other rows may be
-// unpublished, too. A shard that was never leased, or whose ticks belong to another cluster ($1,
-// $2), is not known to have published anything.
+// unpublished, too. A shard that was never leased, or whose ticks belong to another cluster ($1), is
+// not known to have published anything.
 //
 // The first part locks the outbox before the slot, and is not executed: see lockSlotSQL.
 const unpublishedSQL = `-- relay.unpublished
 WITH outbox_first AS (SELECT FROM effectonce.outbox WHERE false)
 SELECT EXISTS (
   SELECT FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t USING (tick)
-  WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
+  WHERE t.tick IS NULL OR p.system_identifier <> $1 OR EXISTS (
     SELECT FROM effectonce.outbox_%[1]d o
     WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard OPERATOR(pg_catalog.%%) p.shards = p.shard
       AND (o.seq > p.floor OR pg_catalog.mod(o.xmin::text::numeric - pg_catalog.mod(o.txid::text::numeric, 4294967296::numeric) + 4294967296::numeric, 4294967296::numeric) < 1000000::numeric))
@@ -186,12 +186,14 @@ SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || pg_catalog.s
 const serverRun = `pg_catalog.concat_ws('/', pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()),
   pg_catalog.pg_relation_filenode('effectonce.outbox_seq_seq'))`
 
-const unknownRun = `'unknown'`
+// hiddenRun is serverRun where the database hides the functions that serverRun needs. A crash that loses
+// asynchronous commits begins no other run, unless the server was started again.
+const hiddenRun = `pg_catalog.concat_ws('/', '', extract(epoch FROM pg_postmaster_start_time()), pg_catalog.pg_relation_filenode('effectonce.outbox_seq_seq'))`
 
-// here reports whether a statement runs on the server whose run is $1 (null: unknown). After a
+// here reports whether a statement runs on the server whose run is $1. After a
 // failover, another connection of the pool may lead to another server. What a standby shows as
 // committed, or an old primary as visible, is not valid for this lease.
-const here = `CASE WHEN pg_is_in_recovery() THEN false WHEN $1::text IS NULL THEN true ELSE $1::text = ` + serverRun + ` END`
+const here = `CASE WHEN pg_is_in_recovery() THEN false ELSE $1::text = ` + serverRun + ` END`
 
 const runSQL = `-- relay.run
 SELECT ` + serverRun + `
@@ -299,11 +301,11 @@ const fetchTo = `
 ) page`
 
 const hasTickSQL = `-- relay.has_tick
-SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND snapshot::text = $3 AND seq_last = $4), ` + here + `
+SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND token = $3::text::uuid), ` + here + `
 `
 
 const loadTickSQL = `-- relay.load_tick
-SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $2 AND ` + here + `
+SELECT snapshot::text, seq_last, token::text FROM effectonce.outbox_ticks WHERE tick = $2 AND ` + here + `
 `
 
 // storeTickSQL makes a tick durable, and with it every commit that it saw. It stores nothing in
@@ -312,14 +314,17 @@ SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $2 AND
 const storeTickSQL = `-- relay.store_tick
 INSERT INTO effectonce.outbox_ticks (snapshot, seq_last)
 SELECT $1::text::pg_snapshot, $2 FROM (SELECT ` + flushed + ` AS setting) AS durable
-WHERE durable.setting IS NOT NULL AND CASE WHEN $3::text IS NULL THEN true ELSE $3::text = ` + serverRun + ` END
-RETURNING tick`
+WHERE durable.setting IS NOT NULL AND $3::text = ` + serverRun + `
+RETURNING tick, token::text`
 
 // advanceSQL adds a row to the chain. It fails with 23505 when the lease is over: then another
-// replica publishes, or did. In another run of the server it changes nothing: see storeTickSQL.
+// replica publishes, or did. In another run of the server, or if that has another tick under the
+// number, it changes nothing: see storeTickSQL.
 const advanceSQL = `-- relay.advance
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
-SELECT $2, $3, $4, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
+SELECT $2, $3, $4, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here + `
+  AND EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $6 AND token = $12::text::uuid)
+  AND ($7::bigint IS NULL OR EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $7 AND token = $13::text::uuid))`
 
 // clearAdvancesSQL deletes the rows of the chain between two numbers.
 const clearAdvancesSQL = `-- relay.clear_advances
@@ -358,7 +363,7 @@ UPDATE effectonce.outbox o SET txid = '1' WHERE ` + foreign
 const rebaseSQL = `-- relay.rebase
 WITH moved AS (
   UPDATE effectonce.outbox_progress SET system_identifier = $5, timeline = $6
-  WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $7::text IS NULL THEN true ELSE $7::text = ` + serverRun + ` END
+  WHERE relay = $1 AND shard = $2 AND epoch = $3 AND $7::text = ` + serverRun + `
   RETURNING epoch)
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, seq, floor, published)
 SELECT $1, $2, $8, epoch, $4, 0, $9, $10 FROM moved`
@@ -459,21 +464,20 @@ SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_a
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, prune string
+	run, enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, prune string
 	lockStamps, foreign, restamp, rebase                                                                                                         string
 	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
 	moveToDead, removeDead, holdAgain                                                                                                            string
 	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                    string
 }
 
-// newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
-// functions that serverRun needs. PostgreSQL rejects a function without permission even where a
+// newQueries inserts run for the server's run: serverRun or hiddenRun. PostgreSQL rejects a function without permission even where a
 // CASE would not evaluate it.
 func newQueries(schema, run string) queries {
 	in := func(sql string) string { return migrations.InSchema(strings.ReplaceAll(sql, serverRun, run), schema) }
 	return queries{
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
-		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
+		run: in(runSQL), enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),

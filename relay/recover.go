@@ -14,31 +14,27 @@ import (
 // and fence the old one.
 var ErrOldPrimary = errors.New("the database is an old primary, from before a failover: connect the relay to the current primary")
 
-// movedFrom reports whether ticks of another cluster, or of an earlier timeline of this one, mean
-// nothing here.
+// movedFrom reports whether ticks of another cluster mean nothing here. On a later timeline of the same
+// one they do: what a snapshot shows was committed in the write-ahead log before its tick, and a server
+// that has replayed the tick assigns later transaction ids.
 func (c cluster) movedFrom(known cluster) (bool, error) {
 	if c.system != nil && known.system != nil && *c.system != *known.system {
 		return true, nil
 	}
-	if c.timeline == nil || known.timeline == nil || *c.timeline == *known.timeline {
-		return false, nil
-	}
-	if *c.timeline < *known.timeline {
+	if c.timeline != nil && known.timeline != nil && *c.timeline < *known.timeline {
 		return false, fmt.Errorf("%w (timeline %d, progress knows %d)", ErrOldPrimary, *c.timeline, *known.timeline)
 	}
-	return true, nil
+	return false, nil
 }
 
-// recover makes progress usable again in another cluster (dump and restore, pg_upgrade), or after a
-// promotion, which may have lost commits. Transaction ids belong to one cluster and one timeline,
-// so the stored ticks mean nothing here. Only the floor is certain: everything up to it is
+// recover makes progress usable again in another cluster (dump and restore, pg_upgrade). Transaction
+// ids belong to one cluster, so the stored ticks mean nothing here. Only the floor is certain: everything up to it is
 // published. Everything above it is published again (duplicates under the same IDs, never a loss).
 // Progress becomes a tick in which nothing is visible, and rows with transaction ids of another
 // cluster get one of this cluster.
 func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, error) {
-	r.cfg.Logger.ErrorContext(ctx, "the outbox is in another database cluster than before, or behind a failover: everything above the floor is published again, so consumers will see duplicates",
-		"relay", r.cfg.Name, "shard", l.shard, "floor", l.cursor.floor, "system_identifier_before", deref(known.system), "system_identifier", deref(l.cluster.system),
-		"timeline_before", deref(known.timeline), "timeline", deref(l.cluster.timeline))
+	r.cfg.Logger.ErrorContext(ctx, "the outbox is in another database cluster than before: everything above the floor is published again, so consumers will see duplicates",
+		"relay", r.cfg.Name, "shard", l.shard, "floor", l.cursor.floor, "system_identifier_before", deref(known.system), "system_identifier", deref(l.cluster.system))
 	// Not the first tick, which every database has: progress in Kafka that names it would also
 	// match a database that went back.
 	begin, err := newTick("1:1:", l.cursor.floor)

@@ -156,12 +156,13 @@ func (r *Relay) adapt(ctx context.Context) error {
 		return nil
 	}
 	var run string
-	err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&run)
+	err := r.pool.QueryRow(ctx, r.sql.run).Scan(&run)
 	if err != nil && !hidden(err) {
 		return fmt.Errorf("read the server's run: %w", err)
 	}
 	if err != nil {
-		r.sql = newQueries(r.cfg.Schema, unknownRun)
+		r.say.warn(ctx, "the server's run is hidden: a crash that loses asynchronous commits while the relay runs will not be noticed", "error", err)
+		r.sql = newQueries(r.cfg.Schema, hiddenRun)
 	}
 	r.adapted = true
 	return nil

@@ -393,8 +393,10 @@ func TestConfigReportsAllProblems(t *testing.T) {
 	for _, part := range []string{"Bad Schema", "Lease 1ms", "PollMin 1s", "PageRowsMax -1", `TopicPrefix "a/"`, "pool is nil"} {
 		require.ErrorContains(t, err, part)
 	}
-	_, err = relay.New(pgtest.Pool(t), []kgo.Opt{kgo.DisableIdempotentWrite()}, relay.Config{})
-	require.ErrorContains(t, err, "DisableIdempotentWrite")
+	for name, option := range map[string]kgo.Opt{"DisableIdempotentWrite": kgo.DisableIdempotentWrite(), "ManualFlushing": kgo.ManualFlushing()} {
+		_, err = relay.New(pgtest.Pool(t), []kgo.Opt{option}, relay.Config{})
+		require.ErrorContains(t, err, name)
+	}
 }
 
 // Property: a pool whose protocol cannot work, or may execute another session's statement behind a

@@ -140,8 +140,11 @@ func beginning(old []position, shards int) (begin position, err error) {
 	}
 	begin.Published = 0
 	for _, p := range old {
-		if deref(p.System) != deref(begin.System) || deref(p.Timeline) != deref(begin.Timeline) {
+		if deref(p.System) != deref(begin.System) {
 			return begin, errSeveralClusters
+		}
+		if p.Timeline != nil && (begin.Timeline == nil || *p.Timeline > *begin.Timeline) {
+			begin.Timeline = p.Timeline
 		}
 		begin.Floor, begin.Epoch = min(begin.Floor, p.Floor), max(begin.Epoch, p.Epoch)
 		begin.Published += p.Published

@@ -197,7 +197,7 @@ func TestNewShardsBeginAtTheEarliestPosition(t *testing.T) {
 	require.Equal(t, []int64{4, 3, 9, 4, 109, 0}, one[[]int64](t, pool, `SELECT ARRAY[tick, next_tick, seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 1`))
 	must(t, pool, `DELETE FROM effectonce.outbox_progress WHERE shard = 1`)
 	change(3, []int64{0, -1, 0, 0, 110, 111}) // a shard that never began
-	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = 2 WHERE shard = 1`)
+	must(t, pool, `UPDATE effectonce.outbox_progress SET system_identifier = 2 WHERE shard = 1`)
 	_, err := relay.SetShards(t.Context(), pool, ana, 1)
 	require.ErrorContains(t, err, "progress of several database clusters")
 }

@@ -129,7 +129,7 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 		QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	},
 	) (found bool, err error) {
-		err = q.QueryRow(ctx, fmt.Sprintf(r.sql.unpublished, slot), here.system, here.timeline).Scan(&found)
+		err = q.QueryRow(ctx, fmt.Sprintf(r.sql.unpublished, slot), here.system).Scan(&found)
 		return found, err
 	}
 	if found, err := unpublished(r.pool); err != nil || found {

@@ -93,7 +93,6 @@ func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	drain(t, slow)
 	for undo, change := range map[string]string{
 		`UPDATE effectonce.outbox_relays SET shards = 1 WHERE relay = 'slow'`:             `UPDATE effectonce.outbox_relays SET shards = 2 WHERE relay = 'slow'`,
-		`UPDATE effectonce.outbox_progress SET timeline = timeline - 1 WHERE shard = 0`:   `UPDATE effectonce.outbox_progress SET timeline = timeline + 1 WHERE shard = 0`,
 		`UPDATE effectonce.outbox_advances SET tick = -tick WHERE relay = 'slow'`:         `UPDATE effectonce.outbox_advances SET tick = -tick WHERE relay = 'slow'`,
 		`UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`: `UPDATE effectonce.outbox_progress SET system_identifier = system_identifier + 1`,
 	} {

@@ -12,7 +12,8 @@ import (
 
 // tick is a snapshot that bounds a batch.
 type tick struct {
-	id       int64 // in outbox_ticks; 0: not stored yet (tick 0, the beginning, counts as stored)
+	id       int64  // in outbox_ticks; 0: not stored yet (tick 0, the beginning, counts as stored)
+	token    string // names it on every timeline: another one may have its number and its snapshot
 	stored   bool
 	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
 	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax,
@@ -22,7 +23,7 @@ type tick struct {
 	// The snapshot's parts. xip stays text: it is only sent back.
 	xmin, xmax uint64
 	xip        []string
-	run        *string // run of the server that took it; nil if it was loaded
+	run        string // of the server that took it; empty if it was loaded
 }
 
 // newTick reads a snapshot exactly as PostgreSQL writes it: a text that is read differently here and
@@ -64,17 +65,17 @@ func parseXID(text string) (id uint64, ok bool) {
 	return id, err == nil && (text[0] != '0' || text == "0") && text[0] != '+'
 }
 
-func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, error) {
-	var snapshot string
+func (r *Relay) loadTick(ctx context.Context, run string, id int64) (*tick, error) {
+	var snapshot, token string
 	var seqLast int64
-	if err := r.pool.QueryRow(ctx, r.sql.loadTick, run, id).Scan(&snapshot, &seqLast); err != nil {
+	if err := r.pool.QueryRow(ctx, r.sql.loadTick, run, id).Scan(&snapshot, &seqLast, &token); err != nil {
 		return nil, fmt.Errorf("load tick %d: %w", id, err)
 	}
 	t, err := newTick(snapshot, seqLast)
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored = id, true
+	t.id, t.token, t.stored = id, token, true
 	return t, nil
 }
 
@@ -83,7 +84,7 @@ func (r *Relay) storeTick(ctx context.Context, db execer, t *tick) error {
 	if t == nil || t.stored {
 		return nil
 	}
-	err := db.QueryRow(ctx, r.sql.storeTick, t.snapshot, t.seqLast, t.run).Scan(&t.id)
+	err := db.QueryRow(ctx, r.sql.storeTick, t.snapshot, t.seqLast, t.run).Scan(&t.id, &t.token)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return errAnotherRun
 	}

@@ -314,9 +314,14 @@ func (r *Relay) newClient(l *lease, t *topics, more ...kgo.Opt) (*kgo.Client, er
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
-	if disabled, ok := client.OptValue(kgo.DisableIdempotentWrite).(bool); ok && disabled {
-		client.Close()
-		return nil, errors.New("kafka options: DisableIdempotentWrite would lose the order of rows and duplicate them: remove it")
+	for problem, option := range map[string]any{
+		"DisableIdempotentWrite would lose the order of rows and duplicate them: remove it": client.OptValue(kgo.DisableIdempotentWrite),
+		"ManualFlushing would keep all rows in the client: remove it":                       client.OptValue(kgo.ManualFlushing),
+	} {
+		if set, ok := option.(bool); ok && set {
+			client.Close()
+			return nil, errors.New("kafka options: " + problem)
+		}
 	}
 	if id, ok := client.OptValue(kgo.TransactionalID).(string); ok && id != "" && l == nil {
 		client.Close()

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -112,7 +113,7 @@ func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows in
 // holder, which continues from the progress before it, would publish them both from outbox_dead and
 // from the outbox, and an operator could discard a row that is read again.
 func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
-	if t.anySuspect(a.rows) {
+	if open, _ := t.undecided(a.dead); len(open) > 0 || t.anySuspect(a.rows) {
 		return t.publishEach(work, ctx, a)
 	}
 	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
@@ -155,11 +156,13 @@ func (t *toTransactions) hand(b *batch) error {
 }
 
 // publishEach produces each row in a transaction of its own, which skips the dead rows before it. A
-// refusal makes the transaction void: the work starts over, and the refused row is then known.
+// refusal makes the transaction void: the work starts over, and the refused row is then known. It also
+// starts over when the brokers take a row behind open refusals: those rows are tried again.
 func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) error {
 	dead := a.dead
+	open, decided := t.undecided(dead)
 	if a.released { // a refusal ends the work: store first what is known about other rows
-		if err := t.publisher.dead.holdAgain(ctx, dead); err != nil {
+		if err := t.publisher.dead.holdAgain(ctx, decided); err != nil {
 			return err
 		}
 		dead = nil
@@ -172,14 +175,12 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 			return err
 		}
 		if err := t.produceOne(ctx, a.records[i]); err != nil {
-			// The record may be in the transaction, and no progress covers it: a stop must not
-			// commit it.
-			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", a.records[i].Topic, fromOutlet(err)))
-			if t.topics.note(a.records[i].Topic, err, true) == "" {
-				return cause
-			}
-			t.refuse(r.seq, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
-			return &refusedAlone{cause}
+			return t.refused(r, a.records[i].Topic, err)
+		}
+		t.took()
+		if len(open) > 0 {
+			t.reopen(open)
+			return &refusedAlone{t.makeVoid(errTaken)}
 		}
 		if a.released {
 			t.released = []int64{r.seq}
@@ -196,14 +197,42 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 		t.flight.add(&batch{rows: a.rows[i : i+1], end: a.upTo(r)})
 		t.clearSuspects(a.rows[i : i+1])
 	}
-	if err := t.commit(work, ctx); err != nil || a.released {
+	if err := t.commit(work, ctx); err != nil {
 		return err
+	}
+	switch outage := len(open) > 0 && t.outage(); {
+	case outage:
+		err := outageError(open[0].row.topic, t.refusal(open[0].row.seq))
+		t.reopen(open)
+		if !a.released {
+			return err
+		}
+		t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
+		return nil
+	case a.released:
+		return t.publisher.dead.holdAgain(ctx, open)
 	}
 	if err := t.hand(&batch{end: a.end}); err != nil {
 		return err
 	}
 	t.dead = dead
 	return t.commit(work, ctx)
+}
+
+// errTaken is why a transaction is void although its row was taken.
+var errTaken = errors.New("the brokers took a row behind refused ones: those are tried again first")
+
+// refused notes a row that was refused alone. Its record may be in the transaction, and no progress
+// covers it: a stop must not commit it.
+func (t *toTransactions) refused(r *row, topic string, err error) error {
+	cause := t.makeVoid(produceError(topic, err))
+	reason := t.note(topic, err, true)
+	if reason == "" {
+		return cause
+	}
+	t.atFault(r, reason)
+	t.refuse(r.seq, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
+	return &refusedAlone{cause}
 }
 
 // afterPage ends the transaction, unless more rows can be added and time is left.

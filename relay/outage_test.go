@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -66,6 +68,71 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 			require.Greater(t, n, last[string(record.Key)]-1, "key %s", record.Key)
 			last[string(record.Key)] = n
 		}
+	})
+}
+
+// Property: what brokers refuse of several keys in a row, or because of the relay's timestamp, is an
+// outage: no row dies, none is lost, and all are published in order when the brokers are well, with and
+// without keys, also where the outage ends in the middle of a page. Row O31 of guarantees.md.
+func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
+	t.Parallel()
+	for _, why := range []*kerr.Error{kerr.InvalidTimestamp, kerr.PolicyViolation, kerr.InvalidRecord} {
+		t.Run(why.Message, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+				left, last := 4, 30
+				switch {
+				case why == kerr.InvalidTimestamp:
+					last = 10 // one row is enough
+				case !exactly:
+					left = 15 // the rows are tried in a turn and a half
+				}
+				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+					fake.KeepControl()
+					if produce := request.(*kmsg.ProduceRequest); left > 0 {
+						left--
+						return refuse(produce, why), nil, true
+					}
+					return nil, nil, false
+				})
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, last)
+				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
+				testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == last-9 || dead(t, pool) > 0 })
+				require.Zero(t, dead(t, pool))
+				for _, key := range []string{"k1", "k2"} {
+					require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
+				}
+				if exactly {
+					require.Len(t, valuesAt(t, fake, "orders"), last-9)
+				}
+			})
+		})
+	}
+}
+
+// Property: rows of several keys that are refused again after the brokers took another row are dead, and
+// rows of fewer keys are dead at once: nothing behind them waits for good. Row O10 of guarantees.md.
+func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		poisoned(fake)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'k', '1'), ('orders', 'a', 'poison'), ('orders', 'k', '2'),
+			('orders', 'b', 'poison'), ('orders', 'c', 'poison')`)
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		testwait.True(t, "three are dead: a success ends the streak", func() bool { return dead(t, pool) == 3 })
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('d' || n, 'UTF8'), 'poison' FROM generate_series(1, 3) n`)
+		testwait.True(t, "three others are an outage", func() bool {
+			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys")
+		})
+		require.Equal(t, 3, dead(t, pool))
+		insert(t, pool, "orders", "k", "3")
+		testwait.True(t, "a row behind them proves that it was none", func() bool { return dead(t, pool) == 6 })
+		require.Equal(t, []string{"1", "2", "3"}, distinctInOrder(valuesAt(t, fake, "orders")))
 	})
 }
 

@@ -247,6 +247,7 @@ func (p *publisher) acknowledged(rows []*row) {
 	}
 	p.worked.Store(true)
 	p.outlet.answered()
+	p.took(rows...)
 	p.tellDelivered(rows)
 }
 

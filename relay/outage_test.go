@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"slices"
@@ -109,6 +110,37 @@ func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
 					require.Len(t, valuesAt(t, fake, "orders"), last-9)
 				}
 			})
+		})
+	}
+}
+
+// Property: where brokers refuse compressed batches the relay sends uncompressed and says once what to
+// set; no row dies. Row O31 of guarantees.md.
+func TestRefusedCompressionIsLeftOut(t *testing.T) {
+	t.Parallel()
+	for why, codec := range map[*kerr.Error]string{kerr.UnsupportedForMessageFormat: "", kerr.UnsupportedCompressionType: "gzip"} {
+		t.Run(why.Message, func(t *testing.T) {
+			t.Parallel()
+			pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
+			var codecs atomic.Int64 // a bit for each
+			fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+				fake.KeepControl()
+				produce := request.(*kmsg.ProduceRequest)
+				var batch kmsg.RecordBatch
+				if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err != nil || batch.Attributes&7 == 0 {
+					return nil, nil, false
+				}
+				codecs.Or(1 << (batch.Attributes & 7))
+				return refuse(produce, why), nil, true
+			})
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('k' || n, 'UTF8'), convert_to(repeat('x', 1000), 'UTF8') FROM generate_series(1, 20) n`)
+			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, Logger: slog.New(slog.NewTextHandler(said, nil))})
+			require.NoError(t, err)
+			starts(t, r)
+			testwait.True(t, "all is published", func() bool { return len(valuesAt(t, fake, "orders")) >= 20 || dead(t, pool) > 0 })
+			require.Zero(t, dead(t, pool))
+			require.Equal(t, 1, strings.Count(said.String(), "--kafka-compression"))
+			require.EqualValues(t, map[string]int{"": 1 << 2, "gzip": 1 << 1}[codec], codecs.Load(), "the codec that was asked for")
 		})
 	}
 }

@@ -94,7 +94,7 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 
 // hidden reports whether the database does not have a function, or does not allow it.
 func hidden(err error) bool {
-	return pgerr.Is(err, pgerr.InsufficientPrivilege, pgerr.UndefinedFunction, pgerr.FeatureNotSupported)
+	return pgerr.Is(err, pgerr.InsufficientPrivilege, pgerr.UndefinedFunction, pgerr.FeatureNotSupported, pgerr.WrongState)
 }
 
 // acquire takes the lease of a shard. It returns nil while another replica holds the shard.

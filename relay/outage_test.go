@@ -328,6 +328,22 @@ func TestStandbyIsRefused(t *testing.T) {
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
 	require.NoError(t, err)
 	require.ErrorIs(t, r.Run(t.Context()), relay.ErrNotPrimary)
+	_, err = r.Drain(t.Context())
+	require.ErrorContains(t, err, "read the server's run", "a standby hides nothing")
+}
+
+// Property: a relay works with a database that does not show its WAL position because the state of the
+// server does not allow it, as some hosted ones do, and logs what it will not notice. Row O25 of
+// guarantees.md.
+func TestHiddenWALPosition(t *testing.T) {
+	t.Parallel()
+	pool, topic, said := pgtest.Pool(t), kafkatest.Topic(t, 1), &lockedBuffer{}
+	must(t, pool, `SET allow_system_table_mods = on; ALTER FUNCTION pg_catalog.pg_current_wal_lsn() RENAME TO was_current_wal_lsn;
+		CREATE FUNCTION pg_catalog.pg_current_wal_lsn() RETURNS pg_lsn LANGUAGE plpgsql AS 'BEGIN RAISE SQLSTATE ''55000''; END'; RESET allow_system_table_mods`)
+	insert(t, pool, topic, "k", "1")
+	drain(t, newRelay(t, pool, relay.Config{Logger: slog.New(slog.NewTextHandler(said, nil))}))
+	require.Equal(t, []string{"1"}, values(t, topic))
+	require.Contains(t, said.String(), "the server's run is unknown")
 }
 
 // Property: a database that stops and comes back costs time, and nothing else.

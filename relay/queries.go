@@ -171,9 +171,11 @@ UPDATE effectonce.outbox_slots SET truncated_at = clock_timestamp() WHERE slot =
 
 // clusterSQL identifies the cluster. Transaction ids and ticks mean nothing in another cluster, nor
 // after a promotion, which may have lost commits and assigns their ids again. The name of the WAL
-// file shows the timeline at once; pg_control_checkpoint shows it only after the next checkpoint.
+// file shows the timeline at once; pg_control_checkpoint shows it only after the next checkpoint. A
+// standby returns no row: what it does not show (55000) is not hidden.
 const clusterSQL = `-- relay.cluster
-SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int`
+SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int
+WHERE NOT pg_is_in_recovery()`
 
 // serverRun names a run of the server. A crash or a promotion begins another run. Only those lose
 // commits that another session has seen, and assign their transaction ids again. Statistics survive
@@ -195,7 +197,7 @@ const here = `CASE WHEN pg_is_in_recovery() THEN false WHEN $1::text IS NULL THE
 
 const runSQL = `-- relay.run
 SELECT ` + serverRun + `
-`
+WHERE NOT pg_is_in_recovery()`
 
 // lastSeq is the last assigned number. It is not read from the sequence's row, which may briefly be
 // up to 32 ahead: nextval writes that value for the write-ahead log, under a lock that this

@@ -46,6 +46,10 @@ func (t *toTransactions) begin(ctx context.Context) error {
 		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
 	}
 	if found == nil {
+		if t.lease.journal != nil {
+			t.say.warn(ctx, "the progress topic has lost this shard's progress, or is new: the relay continues from the database's copy, so consumers may see duplicates",
+				"relay", t.cfg.Name, "shard", t.lease.shard, "topic", t.cfg.ProgressTopic)
+		}
 		return nil
 	}
 	if _, err := t.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {

@@ -202,7 +202,7 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
 	}
 	if _, ok := codecOf(c.Compression); !ok {
-		problems = append(problems, fmt.Errorf("Compression %q: want none, gzip, snappy, lz4 or zstd", c.Compression))
+		problems = append(problems, fmt.Errorf("%s %q: want none, gzip, snappy, lz4 or zstd", "Compression", c.Compression))
 	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))

@@ -127,11 +127,11 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 				fake.KeepControl()
 				produce := request.(*kmsg.ProduceRequest)
 				var batch kmsg.RecordBatch
-				if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err != nil || batch.Attributes&7 == 0 {
-					return nil, nil, false
+				if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.Attributes&7 != 0 {
+					codecs.Or(1 << (batch.Attributes & 7))
+					return refuse(produce, why), nil, true
 				}
-				codecs.Or(1 << (batch.Attributes & 7))
-				return refuse(produce, why), nil, true
+				return nil, nil, false
 			})
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('k' || n, 'UTF8'), convert_to(repeat('x', 1000), 'UTF8') FROM generate_series(1, 20) n`)
 			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, Logger: slog.New(slog.NewTextHandler(said, nil))})

@@ -2,7 +2,6 @@ package relay
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -181,7 +180,7 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 		if err := t.produceOne(ctx, a.records[i]); err != nil {
 			return t.refused(r, a.records[i].Topic, err)
 		}
-		t.took()
+		t.took(r)
 		if len(open) > 0 {
 			t.reopen(open)
 			return &refusedAlone{t.makeVoid(errTaken)}
@@ -208,11 +207,15 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	case outage:
 		err := outageError(open[0].row.topic, t.refusal(open[0].row.seq))
 		t.reopen(open)
-		if !a.released {
-			return err
+		if a.released {
+			t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
+			return nil
 		}
-		t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
-		return nil
+		_ = t.makeVoid(err)
+		if t.open() == nil && t.probe(ctx, a.end) {
+			return &refusedAlone{errTaken}
+		}
+		return err
 	case a.released:
 		return t.publisher.dead.holdAgain(ctx, open)
 	}
@@ -223,9 +226,6 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	return t.commit(work, ctx)
 }
 
-// errTaken is why a transaction is void although its row was taken.
-var errTaken = errors.New("the brokers took a row behind refused ones: those are tried again first")
-
 // refused notes a row that was refused alone. Its record may be in the transaction, and no progress
 // covers it: a stop must not commit it.
 func (t *toTransactions) refused(r *row, topic string, err error) error {
@@ -235,7 +235,7 @@ func (t *toTransactions) refused(r *row, topic string, err error) error {
 		return cause
 	}
 	t.atFault(r, reason)
-	t.refuse(r.seq, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
+	t.refuse(r.seq, err)
 	return &refusedAlone{cause}
 }
 

@@ -73,41 +73,58 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 }
 
 // Property: what brokers refuse of several keys in a row, or because of the relay's timestamp, is an
-// outage: no row dies, none is lost, and all are published in order when the brokers are well, with and
-// without keys, also where the outage ends in the middle of a page. Row O31 of guarantees.md.
+// outage: no row is dead for it, none is lost, and all are published in order when the brokers are well,
+// with and without keys, also where the outage ends in the middle of a page, and rows that waited for
+// their topic. Row O31 of guarantees.md.
 func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
 	t.Parallel()
-	for _, why := range []*kerr.Error{kerr.InvalidTimestamp, kerr.PolicyViolation, kerr.InvalidRecord} {
-		t.Run(why.Message, func(t *testing.T) {
+	for name, c := range map[string]struct {
+		why      *kerr.Error
+		last     int // of the rows, which begin with 10
+		left     int // refusals
+		released bool
+	}{
+		"timestamp": {why: kerr.InvalidTimestamp, last: 10, left: 4},
+		"policy":    {why: kerr.PolicyViolation, last: 30, left: 15}, // the rows are tried in a turn and a half
+		"released":  {why: kerr.InvalidRecord, last: 30, left: 15, released: true},
+	} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			both(t, func(t *testing.T, exactly bool) {
 				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				left, last := 4, 30
-				switch {
-				case why == kerr.InvalidTimestamp:
-					last = 10 // one row is enough
-				case !exactly:
-					left = 15 // the rows are tried in a turn and a half
+				pool, fake, c := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1)), c
+				if exactly {
+					c.left = 4
 				}
 				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
 					fake.KeepControl()
-					if produce := request.(*kmsg.ProduceRequest); left > 0 {
-						left--
-						return refuse(produce, why), nil, true
+					if c.left--; c.left >= 0 {
+						return refuse(request.(*kmsg.ProduceRequest), c.why), nil, true
 					}
 					return nil, nil, false
 				})
 				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
-					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, last)
+					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
+				if !c.released {
+					createAt(t, fake, "orders")
+				}
 				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
-				testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == last-9 || dead(t, pool) > 0 })
-				require.Zero(t, dead(t, pool))
+				if c.released {
+					testwait.True(t, "they wait", func() bool { return dead(t, pool) == c.last-9 })
+					createAt(t, fake, "orders")
+				}
+				refused := func() int {
+					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused'`)
+				}
+				testwait.True(t, "all is published", func() bool {
+					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == c.last-9 && dead(t, pool) == 0 || refused() > 0
+				})
+				require.Zero(t, refused())
 				for _, key := range []string{"k1", "k2"} {
 					require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
 				}
 				if exactly {
-					require.Len(t, valuesAt(t, fake, "orders"), last-9)
+					require.Len(t, valuesAt(t, fake, "orders"), c.last-9)
 				}
 			})
 		})
@@ -134,7 +151,7 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 				return nil, nil, false
 			})
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('k' || n, 'UTF8'), convert_to(repeat('x', 1000), 'UTF8') FROM generate_series(1, 20) n`)
-			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, Logger: slog.New(slog.NewTextHandler(said, nil))})
+			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, ExactlyOnce: codec != "", Logger: slog.New(slog.NewTextHandler(said, nil))})
 			require.NoError(t, err)
 			starts(t, r)
 			testwait.True(t, "all is published", func() bool { return len(valuesAt(t, fake, "orders")) >= 20 || dead(t, pool) > 0 })
@@ -146,7 +163,8 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 }
 
 // Property: rows of several keys that are refused again after the brokers took another row are dead, and
-// rows of fewer keys are dead at once: nothing behind them waits for good. Row O10 of guarantees.md.
+// rows of fewer keys are dead at once: nothing behind them waits for good, in their batch or later ones.
+// Row O10 of guarantees.md.
 func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
@@ -157,14 +175,16 @@ func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
 			('orders', 'b', 'poison'), ('orders', 'c', 'poison')`)
 		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
 		testwait.True(t, "three are dead: a success ends the streak", func() bool { return dead(t, pool) == 3 })
-		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('d' || n, 'UTF8'), 'poison' FROM generate_series(1, 3) n`)
-		testwait.True(t, "three others are an outage", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys")
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT 'orders', convert_to('d' || n, 'UTF8'), CASE n WHEN 1 THEN '3' ELSE 'poison' END::bytea FROM generate_series(1, 4) n`)
+		testwait.True(t, "three others are an outage, and what was taken before them is behind progress", func() bool {
+			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") &&
+				one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 3
 		})
 		require.Equal(t, 3, dead(t, pool))
-		insert(t, pool, "orders", "k", "3")
+		insert(t, pool, "orders", "k", "4")
 		testwait.True(t, "a row behind them proves that it was none", func() bool { return dead(t, pool) == 6 })
-		require.Equal(t, []string{"1", "2", "3"}, distinctInOrder(valuesAt(t, fake, "orders")))
+		require.Equal(t, []string{"1", "2", "3", "4"}, distinctInOrder(valuesAt(t, fake, "orders")))
 	})
 }
 

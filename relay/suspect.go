@@ -27,7 +27,14 @@ type suspects struct {
 type streak struct {
 	taken int64               // how often the brokers took rows after a refusal
 	keys  map[refusedKey]bool // refused since they took a row
-	first map[int64]int64     // by seq: taken at the first refusal; -1: at fault
+	first map[int64]int64     // by seq, until the row is published: taken at the first refusal; -1: at fault
+}
+
+func refusedKeyOf(r *row) refusedKey {
+	if r.key == nil {
+		return refusedKey{topicKey{topic: r.topic}, r.seq}
+	}
+	return refusedKey{topicKey: keyOf(r)}
 }
 
 // outageKeys is how many keys are several.
@@ -55,16 +62,12 @@ func (p *publisher) atFault(r *row, reason Reason) bool {
 		}
 		p.suspects.streaks[p.lease.shard] = s
 	}
-	key := refusedKey{topicKey: keyOf(r)}
-	if r.key == nil {
-		key.seq = r.seq
-	}
-	s.keys[key] = true
 	first, again := s.first[r.seq]
-	if !again {
-		s.first[r.seq] = s.taken
+	if again && first < s.taken {
+		return true
 	}
-	return again && first < s.taken
+	s.first[r.seq], s.keys[refusedKeyOf(r)] = s.taken, true
+	return false
 }
 
 // outage reports whether rows of several keys were refused and none was taken since.
@@ -73,6 +76,14 @@ func (p *publisher) outage() bool {
 	defer p.suspects.mu.Unlock()
 	s := p.suspects.streaks[p.lease.shard]
 	return s != nil && len(s.keys) >= outageKeys
+}
+
+// inStreak reports whether a row's key was refused.
+func (p *publisher) inStreak(r *row) bool {
+	p.suspects.mu.Lock()
+	defer p.suspects.mu.Unlock()
+	s := p.suspects.streaks[p.lease.shard]
+	return s != nil && s.keys[refusedKeyOf(r)]
 }
 
 // took ends the streak: the brokers took rows. The next refusal of a row of the streak is final.
@@ -188,6 +199,11 @@ func (r *Relay) forgetRefusals(dead []deadRow) {
 	}
 }
 
+// verdict is why a refused row is dead.
+func verdict(err error) error {
+	return fmt.Errorf("%w: fix the cause and retry the row, or discard it", err)
+}
+
 // produceError is why the brokers did not take records, with the remedy if the cause is not in them.
 func produceError(topic string, err error) error {
 	remedy := ""
@@ -201,6 +217,9 @@ func produceError(topic string, err error) error {
 func outageError(topic string, err error) error {
 	return fmt.Errorf("%w; rows of several keys were refused in a row, so they wait: correct what refuses them, or pause the topic", produceError(topic, err))
 }
+
+// errTaken is why refused rows are tried again, although the transaction's row was taken.
+var errTaken = errors.New("the brokers took a row behind refused ones: those are tried again")
 
 // refusedAlone is a refusal after which the work starts over soon: the refused row is now known.
 type refusedAlone struct{ cause error }

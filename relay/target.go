@@ -3,7 +3,6 @@ package relay
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"time"
 
@@ -101,6 +100,9 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 		p.clearSuspects(tried)
 		return nil
 	case !a.released:
+		if p.probe(ctx, a.end) {
+			err = &refusedAlone{errTaken}
+		}
 		a.rows = slices.DeleteFunc(a.rows, func(r *row) bool { return r.seq > open.seq })
 		a.dead = slices.DeleteFunc(a.dead, func(d deadRow) bool { return d.row.seq > open.seq })
 		a.end = a.upTo(&row{seq: open.seq - 1})
@@ -136,7 +138,7 @@ func (p *publisher) sendAlone(ctx context.Context, a *attempt, rows []*row, reco
 			switch {
 			case err == nil:
 				a.rows, a.records = append(a.rows, r), append(a.records, records[i])
-				p.took()
+				p.took(r)
 				if open, err := p.sendAlone(ctx, a, openRows, openRecords); err != nil {
 					return open, err
 				}
@@ -146,7 +148,7 @@ func (p *publisher) sendAlone(ctx context.Context, a *attempt, rows []*row, reco
 			case reason == "":
 				return nil, produceError(records[i].Topic, err)
 			case p.atFault(r, reason):
-				a.give(r, reason, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
+				a.give(r, reason, verdict(err))
 				continue
 			}
 			refusal, keys[keyOf(r)] = err, true
@@ -161,6 +163,34 @@ func (p *publisher) sendAlone(ctx context.Context, a *attempt, rows []*row, reco
 	}
 	p.blame(openRows)
 	return p.sendAlone(ctx, a, openRows, openRecords)
+}
+
+// probe looks for a row behind a page that the brokers take, in its place in its key. It ends the streak:
+// if the page's progress lies within a batch, no retry of the page reads the rows of later batches.
+func (p *publisher) probe(ctx context.Context, end cursor) bool {
+	page := p.reader.behind(ctx, end)
+	a, err := p.try(ctx, page, cursor{}, cursor{})
+	if err != nil {
+		return false
+	}
+	for i, r := range a.rows {
+		if p.inStreak(r) {
+			continue
+		}
+		err := p.produceOne(ctx, a.records[i])
+		reason := p.note(a.records[i].Topic, err, true)
+		if err == nil {
+			p.took()
+			return true
+		}
+		if reason != "" {
+			p.atFault(r, reason)
+		}
+		if reason == "" || p.cfg.ExactlyOnce { // there the transaction is void
+			return false
+		}
+	}
+	return false
 }
 
 // produceOne produces a record and waits until it is acknowledged. The client's own ProduceSync

@@ -120,6 +120,7 @@ CREATE TABLE effectonce.outbox_scheduled (
   created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
   place      bigint      GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME effectonce.outbox_scheduled_place CACHE 1),
   publisher  name        NOT NULL DEFAULT current_user,
+  refused    text        CHECK (octet_length(refused) <= 2048), -- why the outbox did not take it: it stays here
   CONSTRAINT outbox_scheduled_pkey PRIMARY KEY (id, topic, publisher),
   CONSTRAINT outbox_scheduled_topic_is_no_kafka_topic_name CHECK (topic ~ '^[A-Za-z0-9._-]+$' AND octet_length(topic) <= 249 AND topic NOT IN ('.', '..')),
   CONSTRAINT outbox_scheduled_headers_are_no_json_object CHECK (jsonb_typeof(headers) = 'object'),
@@ -128,7 +129,8 @@ CREATE TABLE effectonce.outbox_scheduled (
     AND pg_column_size(headers) <= 2097152 AND octet_length(headers::text) <= 8388608
     AND created_at >= '0001-01-01+00' AND created_at < '9999-01-01+00' AND due_at >= '0001-01-01+00' AND due_at < '9999-01-01+00')
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
-CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at, place);
+CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at, place) WHERE refused IS NULL;
+CREATE INDEX outbox_scheduled_refused ON effectonce.outbox_scheduled (due_at) WHERE refused IS NOT NULL;
 
 -- Publishers may read due_at, id and topic, and delete; the policy limits that to their own messages. Roles that may
 -- read all columns (the relay, operators) see all messages, and so does the owner of the table.

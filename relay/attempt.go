@@ -186,7 +186,7 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 		return nil, ReasonBadHeaders, err
 	}
 	if err := p.refusal(r.seq); err != nil {
-		return nil, cmp.Or(reasonOf(err), ReasonRefused), err
+		return nil, cmp.Or(reasonOf(err), ReasonRefused), verdict(err)
 	}
 	if p.lease.obeys.set.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused

@@ -8,6 +8,8 @@ import (
 	"regexp"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -56,6 +58,10 @@ type Config struct {
 	// fixed. Operators, metrics and hooks use the row's own topic, and the order of a key is kept
 	// among rows of one topic in the outbox. Default: the topic that the row names.
 	Topic func(row Message) (topic string, ok bool)
+	// Compression of records: "none", "gzip", "snappy", "lz4" or "zstd". Where the brokers refuse it,
+	// the relay sends uncompressed and logs that. Default: that of the kafka options, and of the
+	// client without any: snappy.
+	Compression string
 	// Sink takes the rows instead of Kafka. It cannot be combined with ExactlyOnce. Default: Kafka.
 	Sink Sink
 	// Lease is how long the other replicas wait before they take over from a replica that died. 1 s
@@ -137,6 +143,28 @@ var (
 	topicPrefix = regexp.MustCompile(`^[a-zA-Z0-9._-]{0,200}$`)
 )
 
+// codecOf returns the codec of Config.Compression; nil: that of the kafka options.
+func codecOf(name string) (codec *kgo.CompressionCodec, ok bool) {
+	var c kgo.CompressionCodec
+	switch name {
+	case "":
+		return nil, true
+	case "none":
+		c = kgo.NoCompression()
+	case "gzip":
+		c = kgo.GzipCompression()
+	case "snappy":
+		c = kgo.SnappyCompression()
+	case "lz4":
+		c = kgo.Lz4Compression()
+	case "zstd":
+		c = kgo.ZstdCompression()
+	default:
+		return nil, false
+	}
+	return &c, true
+}
+
 // withDefaults fills in zero values and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
 	var problems []error
@@ -172,6 +200,9 @@ func (c Config) withDefaults() (Config, error) {
 	c.ProgressTopic = cmp.Or(c.ProgressTopic, "effectonce-relay-progress")
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
+	}
+	if _, ok := codecOf(c.Compression); !ok {
+		problems = append(problems, fmt.Errorf("%s %q: want none, gzip, snappy, lz4 or zstd", "Compression", c.Compression))
 	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))

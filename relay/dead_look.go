@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -85,7 +86,8 @@ func (l *deadLook) begin(ctx context.Context) error {
 }
 
 // poll polls until ctx ends. If more rows are ready, it polls again as soon as the worker has
-// published the last ones.
+// published the last ones. A poll that fails does not end the work on the shard: rows that are not dead
+// need no poll.
 func (l *deadLook) poll(ctx context.Context) error {
 	for rest := time.Duration(0); ; {
 		timer := time.NewTimer(rest)
@@ -101,10 +103,15 @@ func (l *deadLook) poll(ctx context.Context) error {
 			}
 		}
 		took, err := l.round(ctx)
-		if err != nil && ctx.Err() == nil {
-			return err
-		}
 		rest = max(deadEvery, lookShare*took)
+		switch {
+		case err == nil || ctx.Err() != nil:
+		case errors.Is(err, errAnotherRun):
+			return err
+		default:
+			l.say.warn(ctx, "dead rows could not be polled; the relay retries", "relay", l.cfg.Name, "error", err)
+			rest = waitEvery
+		}
 	}
 }
 

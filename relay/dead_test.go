@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strconv"
 	"strings"
@@ -267,6 +268,27 @@ func TestRefusedSideBySide(t *testing.T) {
 		testwait.True(t, "they are held again", func() bool { return held(attempts + 1) })
 		flows("2")
 	})
+}
+
+// Property: while dead rows cannot be polled, the relay logs that, and other rows flow without an
+// interruption; afterwards dead rows leave as before.
+func TestFailedPollOfDeadRowsStopsNothing(t *testing.T) {
+	t.Parallel()
+	pool, topic, missing, said := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t), &lockedBuffer{}
+	insert(t, pool, missing, "k", "dead")
+	drain(t, newRelay(t, pool, relay.Config{}))
+	var interrupted atomic.Int64
+	starts(t, newRelay(t, pool, relay.Config{Logger: slog.New(slog.NewTextHandler(said, nil)), Hooks: relay.Hooks{Interrupted: func(error) { interrupted.Add(1) }}}))
+	insert(t, pool, topic, "k", "1")
+	testwait.True(t, "it runs", func() bool { return len(values(t, topic)) == 1 })
+	must(t, pool, `ALTER TABLE effectonce.outbox_dead_freed RENAME TO gone`)
+	testwait.True(t, "a poll fails", func() bool { return strings.Contains(said.String(), "outbox_dead_freed") })
+	insert(t, pool, topic, "k", "2")
+	testwait.True(t, "other rows flow", func() bool { return len(values(t, topic)) == 2 })
+	require.Zero(t, interrupted.Load())
+	must(t, pool, `ALTER TABLE effectonce.gone RENAME TO outbox_dead_freed`)
+	kafkatest.CreateTopic(t, missing, 1)
+	testwait.True(t, "it leaves", func() bool { return dead(t, pool) == 0 })
 }
 
 // Property: a record that Kafka refuses only when it is produced moves to outbox_dead and holds its

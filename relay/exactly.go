@@ -45,6 +45,10 @@ func (t *toTransactions) begin(ctx context.Context) error {
 		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
 	}
 	if found == nil {
+		if t.lease.journal != nil {
+			t.say.warn(ctx, "the progress topic has lost this shard's progress, or is new: the relay continues from the database's copy, so consumers may see duplicates",
+				"relay", t.cfg.Name, "shard", t.lease.shard, "topic", t.cfg.ProgressTopic)
+		}
 		return nil
 	}
 	if _, err := t.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
@@ -112,7 +116,7 @@ func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows in
 // holder, which continues from the progress before it, would publish them both from outbox_dead and
 // from the outbox, and an operator could discard a row that is read again.
 func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
-	if t.anySuspect(a.rows) {
+	if open, _ := t.undecided(a.dead); len(open) > 0 || t.anySuspect(a.rows) {
 		return t.publishEach(work, ctx, a)
 	}
 	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
@@ -155,11 +159,13 @@ func (t *toTransactions) hand(b *batch) error {
 }
 
 // publishEach produces each row in a transaction of its own, which skips the dead rows before it. A
-// refusal makes the transaction void: the work starts over, and the refused row is then known.
+// refusal makes the transaction void: the work starts over, and the refused row is then known. It also
+// starts over when the brokers take a row behind open refusals: those rows are tried again.
 func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) error {
 	dead := a.dead
+	open, decided := t.undecided(dead)
 	if a.released { // a refusal ends the work: store first what is known about other rows
-		if err := t.publisher.dead.holdAgain(ctx, dead); err != nil {
+		if err := t.publisher.dead.holdAgain(ctx, decided); err != nil {
 			return err
 		}
 		dead = nil
@@ -172,14 +178,12 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 			return err
 		}
 		if err := t.produceOne(ctx, a.records[i]); err != nil {
-			// The record may be in the transaction, and no progress covers it: a stop must not
-			// commit it.
-			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", a.records[i].Topic, fromOutlet(err)))
-			if t.topics.note(a.records[i].Topic, err, true) == "" {
-				return cause
-			}
-			t.refuse(r.seq, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
-			return &refusedAlone{cause}
+			return t.refused(r, a.records[i].Topic, err)
+		}
+		t.took(r)
+		if len(open) > 0 {
+			t.reopen(open)
+			return &refusedAlone{t.makeVoid(errTaken)}
 		}
 		if a.released {
 			t.released = []int64{r.seq}
@@ -196,14 +200,43 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 		t.flight.add(&batch{rows: a.rows[i : i+1], end: a.upTo(r)})
 		t.clearSuspects(a.rows[i : i+1])
 	}
-	if err := t.commit(work, ctx); err != nil || a.released {
+	if err := t.commit(work, ctx); err != nil {
 		return err
+	}
+	switch outage := len(open) > 0 && t.outage(); {
+	case outage:
+		err := outageError(open[0].row.topic, t.refusal(open[0].row.seq))
+		t.reopen(open)
+		if a.released {
+			t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
+			return nil
+		}
+		_ = t.makeVoid(err)
+		if t.open() == nil && t.probe(ctx, a.end) {
+			return &refusedAlone{errTaken}
+		}
+		return err
+	case a.released:
+		return t.publisher.dead.holdAgain(ctx, open)
 	}
 	if err := t.hand(&batch{end: a.end}); err != nil {
 		return err
 	}
 	t.dead = dead
 	return t.commit(work, ctx)
+}
+
+// refused notes a row that was refused alone. Its record may be in the transaction, and no progress
+// covers it: a stop must not commit it.
+func (t *toTransactions) refused(r *row, topic string, err error) error {
+	cause := t.makeVoid(produceError(topic, err))
+	reason := t.note(topic, err, true)
+	if reason == "" {
+		return cause
+	}
+	t.atFault(r, reason)
+	t.refuse(r.seq, err)
+	return &refusedAlone{cause}
 }
 
 // afterPage ends the transaction, unless more rows can be added and time is left.

@@ -3,6 +3,7 @@ package relay_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"strconv"
 	"strings"
@@ -263,6 +264,23 @@ func TestIdleShardStaysNearTheEndOfTheProgressTopic(t *testing.T) {
 	require.Zero(t, drain(t, r))
 	require.Equal(t, before, last(), "near the end, it is not written again")
 	require.Equal(t, []string{"1"}, stringsOf(kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders")))
+}
+
+// Property: a relay whose progress topic was deleted says so once, and continues from the database's copy.
+func TestLostProgressTopicIsReported(t *testing.T) {
+	t.Parallel()
+	pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
+	cfg := relay.Config{ExactlyOnce: true, Logger: slog.New(slog.NewTextHandler(said, nil))}
+	for i := range 3 {
+		insert(t, pool, "orders", "k", fmt.Sprint(i))
+		drain(t, relayAt(t, pool, fake, cfg))
+		require.Equal(t, i/2, strings.Count(said.String(), "lost this shard's progress"))
+		if i == 1 {
+			_, err := kafkaAdmin(t, fake).DeleteTopics(t.Context(), "effectonce-relay-progress")
+			require.NoError(t, err)
+		}
+	}
+	require.Equal(t, []string{"0", "1", "2"}, valuesAt(t, fake, "orders"))
 }
 
 func stringsOf(records []*kgo.Record) (values []string) {

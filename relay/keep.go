@@ -93,7 +93,8 @@ func (m *member) runShard(ctx context.Context, w *worker, p *publisher) error {
 			m.waits(ctx, p.lease.shard, nil)
 			return err
 		}
-		if p.worked.Load() {
+		var alone *refusedAlone
+		if p.worked.Load() || errors.As(err, &alone) { // each time another row is tried
 			n = 1
 		}
 		wait := time.Duration(0)

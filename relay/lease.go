@@ -20,7 +20,7 @@ type cluster struct {
 	system   *int64
 	timeline *int32
 	run      string // of the server: see serverRun
-	database string  // as the server calls it; a pooler may have another name
+	database string // as the server calls it; a pooler may have another name
 }
 
 // lease is the right to publish a shard, until the database's clock passes its end. Its epoch is in
@@ -90,7 +90,7 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 
 // hidden reports whether the database does not have a function, or does not allow it.
 func hidden(err error) bool {
-	return pgerr.Is(err, pgerr.InsufficientPrivilege, pgerr.UndefinedFunction, pgerr.FeatureNotSupported)
+	return pgerr.Is(err, pgerr.InsufficientPrivilege, pgerr.UndefinedFunction, pgerr.FeatureNotSupported, pgerr.WrongState)
 }
 
 // acquire takes the lease of a shard. It returns nil while another replica holds the shard.

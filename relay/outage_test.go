@@ -5,8 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -66,6 +69,122 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 			require.Greater(t, n, last[string(record.Key)]-1, "key %s", record.Key)
 			last[string(record.Key)] = n
 		}
+	})
+}
+
+// Property: what brokers refuse of several keys in a row, or because of the relay's timestamp, is an
+// outage: no row is dead for it, none is lost, and all are published in order when the brokers are well,
+// with and without keys, also where the outage ends in the middle of a page, and rows that waited for
+// their topic. Row O31 of guarantees.md.
+func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		why      *kerr.Error
+		last     int // of the rows, which begin with 10
+		left     int // refusals
+		released bool
+	}{
+		"timestamp": {why: kerr.InvalidTimestamp, last: 10, left: 4},
+		"policy":    {why: kerr.PolicyViolation, last: 30, left: 15}, // the rows are tried in a turn and a half
+		"released":  {why: kerr.InvalidRecord, last: 30, left: 15, released: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake, c := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1)), c
+				if exactly {
+					c.left = 4
+				}
+				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+					fake.KeepControl()
+					if c.left--; c.left >= 0 {
+						return refuse(request.(*kmsg.ProduceRequest), c.why), nil, true
+					}
+					return nil, nil, false
+				})
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
+				if !c.released {
+					createAt(t, fake, "orders")
+				}
+				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
+				if c.released {
+					testwait.True(t, "they wait", func() bool { return dead(t, pool) == c.last-9 })
+					createAt(t, fake, "orders")
+				}
+				refused := func() int {
+					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused'`)
+				}
+				testwait.True(t, "all is published", func() bool {
+					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == c.last-9 && dead(t, pool) == 0 || refused() > 0
+				})
+				require.Zero(t, refused())
+				for _, key := range []string{"k1", "k2"} {
+					require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
+				}
+				if exactly {
+					require.Len(t, valuesAt(t, fake, "orders"), c.last-9)
+				}
+			})
+		})
+	}
+}
+
+// Property: where brokers refuse compressed batches the relay sends uncompressed and says once what to
+// set; no row dies. Row O31 of guarantees.md.
+func TestRefusedCompressionIsLeftOut(t *testing.T) {
+	t.Parallel()
+	for why, codec := range map[*kerr.Error]string{kerr.UnsupportedForMessageFormat: "", kerr.UnsupportedCompressionType: "gzip"} {
+		t.Run(why.Message, func(t *testing.T) {
+			t.Parallel()
+			pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
+			var codecs atomic.Int64 // a bit for each
+			fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+				fake.KeepControl()
+				produce := request.(*kmsg.ProduceRequest)
+				var batch kmsg.RecordBatch
+				if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.Attributes&7 != 0 {
+					codecs.Or(1 << (batch.Attributes & 7))
+					return refuse(produce, why), nil, true
+				}
+				return nil, nil, false
+			})
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('k' || n, 'UTF8'), convert_to(repeat('x', 1000), 'UTF8') FROM generate_series(1, 20) n`)
+			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, ExactlyOnce: codec != "", Logger: slog.New(slog.NewTextHandler(said, nil))})
+			require.NoError(t, err)
+			starts(t, r)
+			testwait.True(t, "all is published", func() bool { return len(valuesAt(t, fake, "orders")) >= 20 || dead(t, pool) > 0 })
+			require.Zero(t, dead(t, pool))
+			require.Equal(t, 1, strings.Count(said.String(), "--kafka-compression"))
+			require.EqualValues(t, map[string]int{"": 1 << 2, "gzip": 1 << 1}[codec], codecs.Load(), "the codec that was asked for")
+		})
+	}
+}
+
+// Property: rows of several keys that are refused again after the brokers took another row are dead, and
+// rows of fewer keys are dead at once: nothing behind them waits for good, in their batch or later ones.
+// Row O10 of guarantees.md.
+func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		poisoned(fake)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'k', '1'), ('orders', 'a', 'poison'), ('orders', 'k', '2'),
+			('orders', 'b', 'poison'), ('orders', 'c', 'poison')`)
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		testwait.True(t, "three are dead: a success ends the streak", func() bool { return dead(t, pool) == 3 })
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT 'orders', convert_to('d' || n, 'UTF8'), CASE n WHEN 1 THEN '3' ELSE 'poison' END::bytea FROM generate_series(1, 4) n`)
+		testwait.True(t, "three others are an outage, and what was taken before them is behind progress", func() bool {
+			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") &&
+				one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 3
+		})
+		require.Equal(t, 3, dead(t, pool))
+		insert(t, pool, "orders", "k", "4")
+		testwait.True(t, "a row behind them proves that it was none", func() bool { return dead(t, pool) == 6 })
+		require.Equal(t, []string{"1", "2", "3", "4"}, distinctInOrder(valuesAt(t, fake, "orders")))
 	})
 }
 
@@ -229,6 +348,22 @@ func TestStandbyIsRefused(t *testing.T) {
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
 	require.NoError(t, err)
 	require.ErrorIs(t, r.Run(t.Context()), relay.ErrNotPrimary)
+	_, err = r.Drain(t.Context())
+	require.ErrorContains(t, err, "read the server's run", "a standby hides nothing")
+}
+
+// Property: a relay works with a database that does not show its WAL position because the state of the
+// server does not allow it, as some hosted ones do, and logs what it will not notice. Row O25 of
+// guarantees.md.
+func TestHiddenWALPosition(t *testing.T) {
+	t.Parallel()
+	pool, topic, said := pgtest.Pool(t), kafkatest.Topic(t, 1), &lockedBuffer{}
+	must(t, pool, `SET allow_system_table_mods = on; ALTER FUNCTION pg_catalog.pg_current_wal_lsn() RENAME TO was_current_wal_lsn;
+		CREATE FUNCTION pg_catalog.pg_current_wal_lsn() RETURNS pg_lsn LANGUAGE plpgsql AS 'BEGIN RAISE SQLSTATE ''55000''; END'; RESET allow_system_table_mods`)
+	insert(t, pool, topic, "k", "1")
+	drain(t, newRelay(t, pool, relay.Config{Logger: slog.New(slog.NewTextHandler(said, nil))}))
+	require.Equal(t, []string{"1"}, values(t, topic))
+	require.Contains(t, said.String(), "the server's run is unknown")
 }
 
 // Property: a database that stops and comes back costs time, and nothing else.

@@ -247,6 +247,9 @@ func (p *publisher) acknowledged(rows []*row) {
 	}
 	p.worked.Store(true)
 	p.outlet.answered()
+	if !p.alone.Load() { // rows that were alone are acknowledged later than they were taken
+		p.took(rows...)
+	}
 	p.tellDelivered(rows)
 }
 

@@ -169,11 +169,12 @@ TRUNCATE effectonce.outbox_%d`
 const truncatedSQL = `-- relay.truncated
 UPDATE effectonce.outbox_slots SET truncated_at = clock_timestamp() WHERE slot = $1`
 
-// clusterSQL identifies the cluster. Transaction ids and ticks mean nothing in another cluster, nor
-// after a promotion, which may have lost commits and assigns their ids again. The name of the WAL
-// file shows the timeline at once; pg_control_checkpoint shows it only after the next checkpoint.
+// clusterSQL identifies the cluster. Transaction ids and ticks mean nothing in another cluster. An
+// earlier timeline is that of an old primary. The name of the WAL file shows the timeline at once;
+// pg_control_checkpoint shows it only after the next checkpoint. A standby returns no row: what it does not show (55000) is not hidden.
 const clusterSQL = `-- relay.cluster
-SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int`
+SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int
+WHERE NOT pg_is_in_recovery()`
 
 // serverRun names a run of the server. A crash or a promotion begins another run. Only those lose
 // commits that another session has seen, and assign their transaction ids again. Statistics survive
@@ -197,7 +198,7 @@ const here = `CASE WHEN pg_is_in_recovery() THEN false ELSE $1::text = ` + serve
 
 const runSQL = `-- relay.run
 SELECT ` + serverRun + `
-`
+WHERE NOT pg_is_in_recovery()`
 
 // lastSeq is the last assigned number. It is not read from the sequence's row, which may briefly be
 // up to 32 ahead: nextval writes that value for the write-ahead log, under a lock that this
@@ -407,7 +408,7 @@ SELECT coalesce((
   SELECT CASE WHEN due_at <= clock_timestamp() THEN 0
     WHEN due_at < clock_timestamp() + interval '2 seconds' THEN pg_catalog.ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
     ELSE 2000 END
-  FROM effectonce.outbox_scheduled s ORDER BY due_at LIMIT 1), 2000)::bigint`
+  FROM effectonce.outbox_scheduled s WHERE refused IS NULL ORDER BY due_at LIMIT 1), 2000)::bigint`
 
 // promoteSQL moves due messages into the outbox, in the order of their times: about $1 of those
 // behind the place ($2, $3). Messages of the same time move in the order in which they were
@@ -430,17 +431,17 @@ WITH mine AS MATERIALIZED (
   SELECT true AS locked FROM effectonce.outbox_locks WHERE name = 'promote' FOR UPDATE SKIP LOCKED
 ), first AS MATERIALIZED (
   SELECT due_at, id, topic, publisher, place FROM effectonce.outbox_scheduled s
-  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint)
+  WHERE (SELECT locked FROM mine) AND refused IS NULL AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint)
   ORDER BY due_at, place LIMIT $1 FOR UPDATE SKIP LOCKED
 ), ids AS MATERIALIZED (
   SELECT f.due_at, f.id, f.publisher, count(*) AS taken, pg_catalog.min(f.place) AS place, (SELECT count(*) FROM (
-    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher LIMIT $1) AS s) AS size
+    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher AND s.refused IS NULL LIMIT $1) AS s) AS size
   FROM first f GROUP BY f.due_at, f.id, f.publisher
 ), rest AS MATERIALIZED (
   SELECT r.due_at, r.id, r.topic, r.publisher
   FROM (SELECT * FROM ids WHERE taken < size ORDER BY due_at, place) AS i CROSS JOIN LATERAL (
     SELECT s.due_at, s.id, s.topic, s.publisher FROM effectonce.outbox_scheduled s
-    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher
+    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher AND s.refused IS NULL
       AND (s.id, s.topic, s.publisher) NOT IN (SELECT f.id, f.topic, f.publisher FROM first f)
     LIMIT $1 FOR UPDATE SKIP LOCKED) AS r
   LIMIT $1
@@ -461,14 +462,26 @@ WITH mine AS MATERIALIZED (
 )
 SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_at FROM last), (SELECT place FROM last)`
 
+// firstDueSQL locks the first message that is due behind a place, and setAsideSQL stores why the outbox
+// refused it and the other topics of its ID: see promoteOne.
+const firstDueSQL = `-- relay.first_due
+SELECT due_at, place, id, topic FROM effectonce.outbox_scheduled s
+WHERE refused IS NULL AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($1::timestamptz, $2::bigint)
+ORDER BY due_at, place LIMIT 1 FOR UPDATE SKIP LOCKED`
+
+const setAsideSQL = `-- relay.set_aside
+UPDATE effectonce.outbox_scheduled s SET refused = $3
+FROM effectonce.outbox_scheduled f WHERE f.due_at = $1 AND f.place = $2 AND f.refused IS NULL
+  AND s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher AND s.refused IS NULL`
+
 type queries struct {
-	nextDue, promote string
+	nextDue, promote, firstDue, setAside string
 
 	run, enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                         string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                 string
-	moveToDead, removeDead, holdAgain                                                                                                            string
-	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                    string
+	lockStamps, foreign, restamp, rebase                                                                                                              string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                      string
+	moveToDead, removeDead, holdAgain                                                                                                                 string
+	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                         string
 }
 
 // newQueries inserts run for the server's run: serverRun or hiddenRun. PostgreSQL rejects a function without permission even where a
@@ -476,7 +489,7 @@ type queries struct {
 func newQueries(schema, run string) queries {
 	in := func(sql string) string { return migrations.InSchema(strings.ReplaceAll(sql, serverRun, run), schema) }
 	return queries{
-		nextDue: in(nextDueSQL), promote: in(promoteSQL),
+		nextDue: in(nextDueSQL), promote: in(promoteSQL), firstDue: in(firstDueSQL), setAside: in(setAsideSQL),
 		run: in(runSQL), enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), prune: in(pruneSQL),

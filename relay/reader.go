@@ -88,6 +88,20 @@ func (r *reader) nextPage(ctx context.Context) (got fetched) {
 	return got
 }
 
+// behind reads the page behind another one, for an attempt that will start over.
+func (r *reader) behind(ctx context.Context, end cursor) *page {
+	got, ahead := fetched{}, r.ahead
+	if r.ahead = nil; ahead != nil {
+		got = <-ahead
+	} else {
+		got.page, _, got.err = r.fetch(ctx, end, r.limit)
+	}
+	if got.err != nil {
+		return &page{}
+	}
+	return got.page
+}
+
 // passed notes that a page was handed over.
 func (r *reader) passed(read *reading) {
 	r.at = read.end

@@ -2,11 +2,15 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -46,9 +50,16 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	if millis > 0 {
 		return time.Duration(millis) * time.Millisecond, nil
 	}
-	after, all := beforeAll, 0
+	after, all, rows := beforeAll, 0, promoteRowsMax
 	for {
-		page, err := r.promotePage(ctx, after, promoteRowsMax)
+		page, err := r.promotePage(ctx, after, rows)
+		if ofRows(err) && rows > 1 {
+			rows /= 2 // to find the row that the outbox refuses
+			continue
+		}
+		if ofRows(err) {
+			page, err = r.promoteOne(ctx, after)
+		}
 		if pgerr.Is(err, pgerr.SerializationFailure) {
 			return promotePause, nil // if the role's isolation is stricter, a session that cancels one row undoes the move
 		}
@@ -57,16 +68,48 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 		}
 		all += page.moved
 		switch {
-		case page.found < promoteRowsMax && all == 0:
+		case page.found < rows && all == 0:
 			return promoteEvery, nil // another session is cancelling or moving them
-		case page.found < promoteRowsMax:
+		case page.found < rows:
 			return promotePause, nil
-		case page.moved < promoteRowsMax/2:
+		case page.moved < (rows+1)/2:
 			// Other sessions have locked most of these rows, or rows of the same IDs. They must not
 			// delay what is behind them; the next turn begins with them.
 			after = page.last
 		}
+		rows = min(2*rows, promoteRowsMax)
 	}
+}
+
+// ofRows reports errors of what is in the rows that the outbox gets: a CHECK, a value, a trigger.
+func ofRows(err error) bool { return pgerr.InClass(err, "22", "23", "P0") }
+
+// promoteOne moves the first message behind a place. If the outbox refuses it, it stays where it is,
+// with the reason, until an operator clears the column or deletes it.
+func (r *Relay) promoteOne(ctx context.Context, after duePlace) (p promoted, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	defer cancel()
+	return p, silence(ctx, r.transact(ctx, func(tx pgx.Tx) error {
+		var id uuid.UUID
+		var topic string
+		err := tx.QueryRow(ctx, r.sql.firstDue, after.due, after.place).Scan(&p.last.due, &p.last.place, &id, &topic)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		p.found = 1
+		refusal := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {
+			return tx.QueryRow(ctx, r.sql.promote, 1, p.last.due, *p.last.place-1).Scan(&p.found, &p.moved, &p.last.due, &p.last.place)
+		})
+		if !ofRows(refusal) {
+			return refusal
+		}
+		r.say.about(ctx, topic, "the outbox refuses a message for later; it stays in outbox_scheduled, see its column refused", "relay", r.cfg.Name, "id", id, "topic", topic, "error", refusal)
+		_, err = tx.Exec(ctx, r.sql.setAside, p.last.due, p.last.place, bounds.ErrorText(refusal))
+		return err
+	}))
 }
 
 // duePlace is that of a message for later, in the order in which they are moved.

@@ -336,6 +336,33 @@ func TestTopicsOfAnIDFarApartAreMoved(t *testing.T) {
 	}
 }
 
+// Property: a message for later that the outbox refuses stays with the reason, all topics of its ID and no
+// others, and delays no message behind it; it is moved when the cause is gone and an operator clears the
+// reason.
+func TestRefusedMessageForLaterDelaysNoOthers(t *testing.T) {
+	t.Parallel()
+	for name, bad := range map[string]string{
+		"a CHECK": `convert_to(repeat('x', 2000), 'UTF8')`, "a trigger": `convert_to('raise', 'UTF8')`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.Pool(t)
+			must(t, pool, `ALTER TABLE effectonce.outbox ADD CONSTRAINT small CHECK (octet_length(payload) < 1000) NOT VALID;
+				CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''raise'' THEN RAISE EXCEPTION ''no''; END IF; RETURN NEW; END';
+				CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION refuse()`)
+			must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT '2000-01-01', 'orders', CASE n WHEN 1 THEN `+bad+` WHEN 700 THEN `+bad+` ELSE 'good' END FROM generate_series(1, 2500) n`)
+			must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, id, topic, payload) SELECT due_at, id, 'audit', 'good' FROM effectonce.outbox_scheduled WHERE place IN (1, 2)`)
+			r := newRelay(t, pool, relay.Config{})
+			require.NoError(t, r.PromoteDue(t.Context()))
+			require.Equal(t, 2499, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+			require.Equal(t, 3, one[int](t, pool, laterSQL+` WHERE refused LIKE '%(SQLSTATE %'`))
+			must(t, pool, `DROP TRIGGER refuse ON effectonce.outbox; ALTER TABLE effectonce.outbox DROP CONSTRAINT small; UPDATE effectonce.outbox_scheduled SET refused = NULL`)
+			require.NoError(t, r.PromoteDue(t.Context()))
+			require.Zero(t, one[int](t, pool, laterSQL))
+		})
+	}
+}
+
 // Property: a session that has locked rows of many messages for later, or one row of each, delays
 // no others. When it ends, its own are moved.
 func TestLockedMessagesForLaterDelayNoOthers(t *testing.T) {

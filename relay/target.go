@@ -2,7 +2,7 @@ package relay
 
 import (
 	"context"
-	"fmt"
+	"errors"
 	"slices"
 	"time"
 
@@ -61,10 +61,10 @@ func (p *publisher) send(b *batch) {
 	p.flight.add(b)
 	promise := func(record *kgo.Record, err error) {
 		if err != nil {
-			if p.topics.note(record.Topic, err, false) != "" {
+			if p.note(record.Topic, err, false) != "" {
 				p.suspect(b.rows[slices.Index(b.records, record)].seq)
 			}
-			err = fmt.Errorf("produce to topic %q: %w", record.Topic, fromOutlet(err))
+			err = produceError(record.Topic, err)
 		}
 		p.flight.settle(b, err)
 	}
@@ -81,7 +81,8 @@ func (p *publisher) send(b *batch) {
 }
 
 // sendEach produces rows one by one and waits for each acknowledgement, to find the row that Kafka
-// refuses.
+// refuses. In an outage it concludes what precedes the first refused row. The rows that an operator
+// released wait then for the next look; the others wait for the brokers.
 func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 	if err := p.flight.settled(ctx); err != nil {
 		return err
@@ -90,25 +91,106 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 	defer p.alone.Store(false)
 	tried, records := a.rows, a.records
 	a.rows, a.records = a.rows[:0:0], a.records[:0:0]
-	for i, r := range tried {
+	open, err := p.sendAlone(ctx, a, tried, records)
+	switch {
+	case open == nil && err != nil:
+		return err
+	case open == nil:
+		p.flight.add(&batch{rows: a.rows})
+		p.clearSuspects(tried)
+		return nil
+	case !a.released:
+		if p.probe(ctx, a.end) {
+			err = &refusedAlone{errTaken}
+		}
+		a.rows = slices.DeleteFunc(a.rows, func(r *row) bool { return r.seq > open.seq })
+		a.dead = slices.DeleteFunc(a.dead, func(d deadRow) bool { return d.row.seq > open.seq })
+		a.end = a.upTo(&row{seq: open.seq - 1})
+	}
+	p.flight.add(&batch{rows: a.rows})
+	p.clearSuspects(a.rows)
+	if a.released {
+		p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", err)
+		return nil
+	}
+	if len(a.rows)+len(a.dead) > 0 {
+		err = errors.Join(p.conclude(ctx, a), err)
+	}
+	return err
+}
+
+// sendAlone produces rows one by one. A refused row is open, together with the later rows of its key,
+// until the brokers take another row; then it is tried again. In an outage sendAlone returns the first
+// open row and the refusal.
+func (p *publisher) sendAlone(ctx context.Context, a *attempt, rows []*row, records []*kgo.Record) (open *row, err error) {
+	var openRows []*row
+	var openRecords []*kgo.Record
+	var refusal error
+	keys := map[topicKey]bool{}
+	for i, r := range rows {
 		if a.held(r) {
 			a.give(r, ReasonBehind, errBehind)
 			continue
 		}
-		err := p.produceOne(ctx, records[i])
-		reason := p.topics.note(records[i].Topic, err, true)
-		if err != nil && reason == "" {
-			return fmt.Errorf("produce to topic %q: %w", records[i].Topic, fromOutlet(err))
+		if r.key == nil || !keys[keyOf(r)] {
+			err := p.produceOne(ctx, records[i])
+			reason := p.note(records[i].Topic, err, true)
+			switch {
+			case err == nil:
+				a.rows, a.records = append(a.rows, r), append(a.records, records[i])
+				p.took(r)
+				if open, err := p.sendAlone(ctx, a, openRows, openRecords); err != nil {
+					return open, err
+				}
+				openRows, openRecords = nil, nil
+				clear(keys)
+				continue
+			case reason == "":
+				return nil, produceError(records[i].Topic, err)
+			case p.atFault(r, reason):
+				a.give(r, reason, verdict(err))
+				continue
+			}
+			refusal, keys[keyOf(r)] = err, true
 		}
-		if err != nil {
-			a.give(r, reason, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
+		openRows, openRecords = append(openRows, r), append(openRecords, records[i])
+	}
+	switch {
+	case len(openRows) == 0:
+		return nil, nil
+	case p.outage():
+		return openRows[0], outageError(openRecords[0].Topic, refusal)
+	}
+	p.blame(openRows)
+	return p.sendAlone(ctx, a, openRows, openRecords)
+}
+
+// probe looks for a row behind a page that the brokers take, in its place in its key. It ends the streak:
+// if the page's progress lies within a batch, no retry of the page reads the rows of later batches.
+func (p *publisher) probe(ctx context.Context, end cursor) bool {
+	page := p.reader.behind(ctx, end)
+	a, err := p.try(ctx, page, cursor{}, cursor{})
+	if err != nil {
+		return false
+	}
+	for i, r := range a.rows {
+		if p.inStreak(r) {
 			continue
 		}
-		a.rows, a.records = append(a.rows, r), append(a.records, records[i])
+		err := p.produceOne(ctx, a.records[i])
+		reason := p.note(a.records[i].Topic, err, true)
+		if err == nil {
+			p.took()
+			return true
+		}
+		if reason != "" {
+			p.atFault(r, reason)
+		}
+		if reason == "" || p.cfg.ExactlyOnce { // there the transaction is void
+			return false
+		}
 	}
-	p.flight.add(&batch{rows: a.rows})
-	p.clearSuspects(tried)
-	return nil
+	return false
 }
 
 // produceOne produces a record and waits until it is acknowledged. The client's own ProduceSync

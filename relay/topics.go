@@ -218,11 +218,21 @@ func reasonOf(err error) Reason {
 		return ReasonNotAuthorized
 	case kerr.MessageTooLarge.Code:
 		return ReasonTooLarge
-	case kerr.RecordListTooLarge.Code, kerr.InvalidRecord.Code, kerr.InvalidTimestamp.Code, kerr.UnsupportedForMessageFormat.Code,
-		kerr.PolicyViolation.Code, kerr.InvalidTopicException.Code:
+	case kerr.RecordListTooLarge.Code, kerr.InvalidRecord.Code, kerr.PolicyViolation.Code, kerr.InvalidTopicException.Code:
 		return ReasonRefused
 	}
 	return ""
+}
+
+// note is topics.note. Where the brokers refuse compressed batches, the next client does not compress.
+func (p *publisher) note(name string, err error, alone bool) Reason {
+	if errors.Is(err, kerr.UnsupportedForMessageFormat) || errors.Is(err, kerr.UnsupportedCompressionType) {
+		if !p.topicMemory.uncompressed.Swap(true) {
+			p.cfg.Logger.Warn("the brokers refuse compressed batches: the relay sends uncompressed from now on; set Config.Compression (--kafka-compression) to none",
+				"relay", p.cfg.Name, "topic", name, "error", err)
+		}
+	}
+	return p.topics.note(name, err, alone)
 }
 
 // offers returns why a topic does not have a partition. Partitions are added, so an old answer must
@@ -289,6 +299,9 @@ const transactionTimeout = 30 * time.Second
 func (r *Relay) newClient(l *lease, t *topics, more ...kgo.Opt) (*kgo.Client, error) {
 	opts := []kgo.Opt{
 		kgo.ProducerLinger(0), // the page is the batch
+		// A topic that was deleted must not fill the flight for long: the client finds out by the
+		// fifth answer in a row.
+		kgo.MetadataMinAge(500 * time.Millisecond),
 		kgo.SoftwareNameAndVersion("effectonce-relay", "v1"),
 	}
 	opts = append(opts, r.kafka...)
@@ -301,6 +314,12 @@ func (r *Relay) newClient(l *lease, t *topics, more ...kgo.Opt) (*kgo.Client, er
 		kgo.MaxBufferedRecords(1<<31-1),
 		kgo.MaxBufferedBytes(0),
 	)
+	if codec, _ := codecOf(r.cfg.Compression); codec != nil {
+		opts = append(opts, kgo.ProducerBatchCompression(*codec, kgo.NoCompression()))
+	}
+	if r.topicMemory.uncompressed.Load() {
+		opts = append(opts, kgo.ProducerBatchCompression(kgo.NoCompression()))
+	}
 	if t != nil {
 		opts = append(opts, kgo.ProducerBatchMaxBytesFn(t.batchBytes))
 	}

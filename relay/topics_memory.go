@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/effectonce/effectonce/internal/record"
@@ -12,6 +13,8 @@ import (
 // topicMemory is what a relay keeps about topics from one client to the next: a new client is made
 // whenever the work starts over.
 type topicMemory struct {
+	uncompressed atomic.Bool // brokers refused compressed batches
+
 	mu      sync.Mutex
 	limits  map[string]*limitMemory
 	refused map[string]time.Time // topics that the relay may not write to, and since when

@@ -1,6 +1,7 @@
 package relay_test
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/base64"
@@ -292,6 +293,41 @@ func TestTopicThatIsClearSoonKillsNothing(t *testing.T) {
 	insert(t, pool, "orders", "k", "1")
 	require.EqualValues(t, 1, drain(t, relayAt(t, pool, fake, cfg)))
 	require.Zero(t, buried)
+}
+
+// Property: a topic that is deleted while its rows fill what may be in flight stops the others only until
+// the client finds that out, some seconds. Row O12 of guarantees.md.
+func TestDeletedTopicReleasesTheFlight(t *testing.T) {
+	longtest.Only(t, "the time is the property")
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "gone", "other"))
+		var held atomic.Int64
+		var deleted atomic.Bool
+		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			produce := request.(*kmsg.ProduceRequest)
+			if deleted.Load() || !bytes.Contains(produce.Topics[0].Partitions[0].Records, []byte("held")) {
+				return nil, nil, false
+			}
+			held.Add(1)
+			return refuse(produce, kerr.NotLeaderForPartition), nil, true
+		})
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())},
+			relay.Config{ExactlyOnce: exactly, Lease: time.Minute, InFlightBytesMax: 64 << 10})
+		require.NoError(t, err)
+		starts(t, r)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'gone', 'k', convert_to('held' || repeat(md5(n::text), 100), 'UTF8') FROM generate_series(1, 100) n`)
+		testwait.True(t, "they are under way", func() bool { return held.Load() > 3 })
+		_, err = kafkaAdmin(t, fake).DeleteTopics(t.Context(), "gone")
+		require.NoError(t, err)
+		deleted.Store(true)
+		begun := time.Now()
+		insert(t, pool, "other", "k", "1")
+		testwait.True(t, "the other topic flows", func() bool { return len(valuesAt(t, fake, "other")) == 1 })
+		require.Less(t, time.Since(begun), 10*time.Second)
+	})
 }
 
 func kafkaAdmin(t *testing.T, fake *kfake.Cluster) *kadm.Client {

@@ -218,6 +218,9 @@ func events(x *inspect.Explanation) (all []event) {
 		if r.OverdueSeconds > 0 {
 			state = ", overdue for " + seconds(r.OverdueSeconds)
 		}
+		if r.Refused != nil {
+			state += ", refused by the outbox: " + terminal.Clip(*r.Refused, errorWidth)
+		}
 		add(r.CreatedAt, "later", "scheduled for %s%s: topic %s, key %s, %s", r.DueAt.UTC().Format("2006-01-02T15:04:05.000Z"), state, r.Topic, keyText(r.Key), sizeText(r.PayloadBytes))
 	}
 	for i, r := range x.Records {

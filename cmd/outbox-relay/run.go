@@ -64,6 +64,7 @@ such as a password, is an error at once.
 	cli.AddText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
 	cli.AddBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
 	addTopicPrefix(flags, &r.config.TopicPrefix)
+	cli.AddChoice(flags, &r.config.Compression, "kafka-compression", []string{"none", "gzip", "snappy", "lz4", "zstd"}, "snappy", "compression of records")
 	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
 	cli.AddInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")

@@ -36,6 +36,7 @@ const (
 	DuplicateSchema         = "42P06"
 	DuplicateTable          = "42P07"
 	TooManyConnections      = "53300"
+	WrongState              = "55000" // object_not_in_prerequisite_state
 	LockNotAvailable        = "55P03"
 	QueryCanceled           = "57014"
 	CannotConnectNow        = "57P03"

@@ -249,8 +249,8 @@ func (e *connectionError) Error() string { return e.text }
 // or a file refuses the connection. Of several hosts, one that may come back is enough: the others
 // may be standbys.
 func away(err error) bool {
-	if state := pgerr.State(err); state != "" {
-		return pgerr.Is(err, pgerr.CannotConnectNow, pgerr.TooManyConnections) || strings.HasPrefix(state, "57P")
+	if pgerr.State(err) != "" {
+		return pgerr.Unavailable(err) || pgerr.Transient(err)
 	}
 	var network net.Error
 	var certificate *tls.CertificateVerificationError

@@ -11,6 +11,9 @@ func DialThisMachine(ctx context.Context, base *net.Dialer, broker string) (net.
 	return dialThisMachine(base)(ctx, "tcp", broker)
 }
 
+// Away reports whether a start waits for the database.
+var Away = away
+
 // FormatSettings formats settings that hold a database URL, in every usual way.
 func FormatSettings(databaseURL string) string {
 	s := secret{func() string { return databaseURL }}

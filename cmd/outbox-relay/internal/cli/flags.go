@@ -65,8 +65,8 @@ func AddInt(flags *pflag.FlagSet, target *int, name string, standard, lowest, hi
 	})
 }
 
-// addChoice adds a flag that has one of the choices. The help shows them.
-func addChoice(flags *pflag.FlagSet, target *string, name string, choices []string, standard, usage string) {
+// AddChoice adds a flag that has one of the choices. The help shows them.
+func AddChoice(flags *pflag.FlagSet, target *string, name string, choices []string, standard, usage string) {
 	AddOption(flags, name, "string", standard, usage+" ("+strings.Join(choices, ", ")+")", func(text string) error {
 		if !slices.Contains(choices, text) {
 			return errors.New("want one of " + strings.Join(choices, ", "))

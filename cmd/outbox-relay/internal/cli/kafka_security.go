@@ -51,7 +51,7 @@ func (k *kafkaSecurity) addFlags(flags *pflag.FlagSet) {
 	AddOption(flags, "kafka-ca-file", "file", "", "PEM file of the authorities that sign the brokers' certificates; default: the system's", k.parseAuthorities)
 	addFile(flags, &k.certFile, "kafka-cert-file", "PEM file of the client certificate; read again for each connection")
 	addFile(flags, &k.keyFile, "kafka-key-file", "PEM file of its key; read again for each connection")
-	addChoice(flags, &k.mechanism, "kafka-sasl-mechanism", []string{mechanismPlain, mechanismScramSHA256, mechanismScramSHA512, mechanismOAuth}, "",
+	AddChoice(flags, &k.mechanism, "kafka-sasl-mechanism", []string{mechanismPlain, mechanismScramSHA256, mechanismScramSHA512, mechanismOAuth}, "",
 		"how to authenticate to the brokers")
 	AddOption(flags, "kafka-username", "string", "", "user for plain and scram", func(text string) error {
 		if text == "" || len(text) > 1024 || strings.ContainsAny(text, "\x00\x01\r\n") {

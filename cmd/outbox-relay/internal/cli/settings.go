@@ -151,7 +151,7 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 		}
 		return nil
 	})
-	addChoice(flags, &s.logFormat, "log-format", []string{"text", "json"}, "text", "log format")
+	AddChoice(flags, &s.logFormat, "log-format", []string{"text", "json"}, "text", "log format")
 }
 
 // Resolve completes the settings before cmd runs. It reads flags that were not given from the

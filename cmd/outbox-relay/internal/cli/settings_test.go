@@ -5,12 +5,15 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -43,6 +46,20 @@ func TestChecksAreReportedWithInvalidFlags(t *testing.T) {
 	require.EqualError(t, s.Resolve(cmd), "OUTBOX_NUMBER \"ten\": want a number, 1 to 9\n--topic is missing\n--group is missing")
 	assert.False(t, s.Resolved())
 	assert.Equal(t, 2*time.Second, pause)
+}
+
+// Property: a start waits for a database, or a pooler before it, that is unavailable, and not for one that
+// refuses the connection.
+func TestDatabaseThatIsWaitedFor(t *testing.T) {
+	t.Parallel()
+	for text, away := range map[string]bool{
+		"08P01 server login has been failing, cached error: connect failed (server_login_retry)": true, "58000 server closed the connection unexpectedly": true,
+		"53100 no space left": true, "57P03 the database system is starting up": true, "55P03 lock not available": true,
+		"08P01 no such database: d": false, "28P01 password authentication failed": false, "3D000 database \"d\" does not exist": false,
+	} {
+		code, message, _ := strings.Cut(text, " ")
+		assert.Equal(t, away, cli.Away(fmt.Errorf("connect: %w", &pgconn.PgError{Code: code, Message: message})), text)
+	}
 }
 
 // Row S6 of guarantees.md: the address that a name resolves to when it is dialed decides: a name of

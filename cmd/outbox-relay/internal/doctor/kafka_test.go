@@ -282,6 +282,10 @@ func TestOverdueMessagesAreFound(t *testing.T) {
 	status = readStatus(t, conn, opts)
 	assert.False(t, status.Well)
 	assert.Contains(t, status.Problems[0], "messages for later: 1 due and not in the outbox, the oldest for longer than 2m")
+	exec(t, conn, "UPDATE effectonce.outbox_scheduled SET refused = 'why' WHERE due_at < clock_timestamp()")
+	status = readStatus(t, conn, opts)
+	assert.Len(t, status.Problems, 1)
+	assert.Contains(t, status.Problems[0], "messages for later: 1 refused by the outbox")
 }
 
 // A shard that no replica ever took has published nothing: its rows wait, whatever the others did,

@@ -212,8 +212,11 @@ SELECT pg_backend_pid()`
 
 const scheduledSQL = `-- doctor.scheduled
 SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) bounded),
-  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE due_at <= (SELECT clock_timestamp()) LIMIT $1) bounded),
-  greatest(extract(epoch FROM clock_timestamp() - greatest(least((SELECT due_at FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8`
+  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE due_at <= (SELECT clock_timestamp()) AND refused IS NULL LIMIT $1) bounded),
+  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE refused IS NOT NULL LIMIT $1) bounded),
+  greatest(extract(epoch FROM clock_timestamp() - greatest(least(
+    (SELECT due_at FROM effectonce.outbox_scheduled WHERE refused IS NULL ORDER BY due_at LIMIT 1),
+    (SELECT due_at FROM effectonce.outbox_scheduled WHERE refused IS NOT NULL ORDER BY due_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8`
 
 // keysSQL counts at most $1 keys of each kind, and reads no keys that are finished and still within
 // their window. $2: a key is stuck if no process has worked on it since then. A key with expires_at

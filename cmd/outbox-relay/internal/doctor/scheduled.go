@@ -14,18 +14,19 @@ type Scheduled struct {
 	CountExact   bool  `json:"count_exact"`
 	Overdue      int64 `json:"overdue"` // due and still there, at most CountMax
 	OverdueExact bool  `json:"overdue_exact"`
-	// OldestOverdueSeconds is the time since the first of them was due; 0: none is overdue.
+	Refused      int64 `json:"refused"` // by the outbox, see their column refused; at most CountMax
+	// OldestOverdueSeconds is the time since the first overdue or refused one was due; 0: there is none.
 	OldestOverdueSeconds float64 `json:"oldest_overdue_seconds"`
 }
 
 // ReadScheduled counts scheduled messages.
 func ReadScheduled(ctx context.Context, db operator.Querier, schema string) (Scheduled, error) {
 	var s Scheduled
-	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), CountMax+1).Scan(&s.Count, &s.Overdue, &s.OldestOverdueSeconds); err != nil {
+	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
 		return s, fmt.Errorf("count messages for later: %w", err)
 	}
 	s.CountExact, s.OverdueExact = s.Count <= CountMax, s.Overdue <= CountMax
-	s.Count, s.Overdue = min(s.Count, CountMax), min(s.Overdue, CountMax)
+	s.Count, s.Overdue, s.Refused = min(s.Count, CountMax), min(s.Overdue, CountMax), min(s.Refused, CountMax)
 	return s, nil
 }
 

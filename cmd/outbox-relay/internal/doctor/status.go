@@ -241,6 +241,9 @@ func (s *Status) judge(ageMax time.Duration) {
 	if overdue := s.Scheduled.Overdue; overdue > 0 && ageMax > 0 && s.Scheduled.OldestOverdueSeconds > ageMax.Seconds() {
 		s.Problems = append(s.Problems, fmt.Sprintf("messages for later: %d due and not in the outbox, the oldest for longer than %v: start \"outbox-relay run\", or see its log", overdue, human.Duration(ageMax)))
 	}
+	if n := s.Scheduled.Refused; n > 0 {
+		s.Problems = append(s.Problems, fmt.Sprintf("messages for later: %d refused by the outbox: read their column refused in outbox_scheduled, remove the cause and set it to NULL, or delete them", n))
+	}
 	ran := map[string]bool{}
 	for _, r := range s.Relays {
 		ran[r.Relay] = ran[r.Relay] || r.Epoch > 0

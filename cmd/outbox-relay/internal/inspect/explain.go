@@ -89,6 +89,7 @@ type Scheduled struct {
 	PayloadBytes *int64    `json:"payload_bytes"`
 	// OverdueSeconds is the time since it was due; 0: it is not due yet.
 	OverdueSeconds float64 `json:"overdue_seconds"`
+	Refused        *string `json:"refused"` // why the outbox did not take it
 }
 
 // Record is the message in a topic.

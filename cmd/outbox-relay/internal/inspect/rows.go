@@ -57,7 +57,7 @@ func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled
 		return nil, wrap("read messages for later", err)
 	}
 	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Scheduled, err error) {
-		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds)
+		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds, &r.Refused)
 		return r, err
 	})
 	return all, wrap("read messages for later", err)

@@ -363,7 +363,7 @@ func TestHiddenWALPosition(t *testing.T) {
 	insert(t, pool, topic, "k", "1")
 	drain(t, newRelay(t, pool, relay.Config{Logger: slog.New(slog.NewTextHandler(said, nil))}))
 	require.Equal(t, []string{"1"}, values(t, topic))
-	require.Contains(t, said.String(), "the server's run is unknown")
+	require.Contains(t, said.String(), "the server's run is hidden")
 }
 
 // Property: a database that stops and comes back costs time, and nothing else.

@@ -144,11 +144,11 @@ var (
 )
 
 // codecOf returns the codec of Config.Compression; nil: that of the kafka options.
-func codecOf(name string) (codec *kgo.CompressionCodec, ok bool) {
+func codecOf(name string) (*kgo.CompressionCodec, error) {
 	var c kgo.CompressionCodec
 	switch name {
 	case "":
-		return nil, true
+		return nil, nil //nolint:nilnil // no codec is not an error
 	case "none":
 		c = kgo.NoCompression()
 	case "gzip":
@@ -160,9 +160,9 @@ func codecOf(name string) (codec *kgo.CompressionCodec, ok bool) {
 	case "zstd":
 		c = kgo.ZstdCompression()
 	default:
-		return nil, false
+		return nil, fmt.Errorf("%s %q: want none, gzip, snappy, lz4 or zstd", "Compression", name)
 	}
-	return &c, true
+	return &c, nil
 }
 
 // withDefaults fills in zero values and returns all problems at once.
@@ -201,9 +201,8 @@ func (c Config) withDefaults() (Config, error) {
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
 	}
-	if _, ok := codecOf(c.Compression); !ok {
-		problems = append(problems, fmt.Errorf("%s %q: want none, gzip, snappy, lz4 or zstd", "Compression", c.Compression))
-	}
+	_, err = codecOf(c.Compression)
+	problems = append(problems, err)
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))
 	}

@@ -203,19 +203,9 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	if err := t.commit(work, ctx); err != nil {
 		return err
 	}
-	switch outage := len(open) > 0 && t.outage(); {
-	case outage:
-		err := outageError(open[0].row.topic, t.refusal(open[0].row.seq))
-		t.reopen(open)
-		if a.released {
-			t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
-			return nil
-		}
-		_ = t.makeVoid(err)
-		if t.open() == nil && t.probe(ctx, a.end) {
-			return &refusedAlone{errTaken}
-		}
-		return err
+	switch {
+	case len(open) > 0 && t.outage():
+		return t.wait(ctx, a, open)
 	case a.released:
 		return t.publisher.dead.holdAgain(ctx, open)
 	}
@@ -224,6 +214,21 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	}
 	t.dead = dead
 	return t.commit(work, ctx)
+}
+
+// wait ends an attempt in an outage: its open refusals are forgotten.
+func (t *toTransactions) wait(ctx context.Context, a *attempt, open []deadRow) error {
+	err := outageError(open[0].row.topic, t.refusal(open[0].row.seq))
+	t.reopen(open)
+	if a.released {
+		t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
+		return nil
+	}
+	_ = t.makeVoid(err) // what probe produces is not in progress
+	if t.open() == nil && t.probe(ctx, a.end) {
+		return &refusedAlone{errTaken}
+	}
+	return err
 }
 
 // refused notes a row that was refused alone. Its record may be in the transaction, and no progress

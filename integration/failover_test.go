@@ -362,7 +362,8 @@ func TestPlannedSwitchRepeatsNothing(t *testing.T) {
 		w.run(ctx, t, second.pool)
 		requirePublished(t, second.pool, topic)
 		require.NoError(t, r.terminate())
-		require.Equal(t, count(ctx, t, second.pool, `SELECT count(*) FROM effectonce.outbox`), len(kafkatest.ReadAll(t, topic)))
+		published := len(kafkatest.ReadAll(t, topic)) // not the records, which would fill the log
+		require.Equal(t, count(ctx, t, second.pool, `SELECT count(*) FROM effectonce.outbox`), published)
 	})
 }
 

@@ -143,26 +143,9 @@ var (
 	topicPrefix = regexp.MustCompile(`^[a-zA-Z0-9._-]{0,200}$`)
 )
 
-// codecOf returns the codec of Config.Compression; nil: that of the kafka options.
-func codecOf(name string) (*kgo.CompressionCodec, error) {
-	var c kgo.CompressionCodec
-	switch name {
-	case "":
-		return nil, nil //nolint:nilnil // no codec is not an error
-	case "none":
-		c = kgo.NoCompression()
-	case "gzip":
-		c = kgo.GzipCompression()
-	case "snappy":
-		c = kgo.SnappyCompression()
-	case "lz4":
-		c = kgo.Lz4Compression()
-	case "zstd":
-		c = kgo.ZstdCompression()
-	default:
-		return nil, fmt.Errorf("%s %q: want none, gzip, snappy, lz4 or zstd", "Compression", name)
-	}
-	return &c, nil
+//nolint:gochecknoglobals // a table
+var codecs = map[string]kgo.CompressionCodec{
+	"none": kgo.NoCompression(), "gzip": kgo.GzipCompression(), "snappy": kgo.SnappyCompression(), "lz4": kgo.Lz4Compression(), "zstd": kgo.ZstdCompression(),
 }
 
 // withDefaults fills in zero values and returns all problems at once.
@@ -201,8 +184,9 @@ func (c Config) withDefaults() (Config, error) {
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
 	}
-	_, err = codecOf(c.Compression)
-	problems = append(problems, err)
+	if _, ok := codecs[c.Compression]; !ok && c.Compression != "" {
+		problems = append(problems, bounds.Problem("Compression", c.Compression, "none, gzip, snappy, lz4 or zstd"))
+	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"sync"
@@ -20,6 +21,7 @@ import (
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/internal/record"
+	"github.com/effectonce/effectonce/internal/say"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -41,7 +43,7 @@ type Relay struct {
 	paused      atomic.Pointer[pausedSet] // as of the last poll
 	patience    time.Duration             // limit of a statement
 	newest      atomic.Pointer[cluster]   // the newest cluster on which this process held a lease
-	slotWaits   map[int16]*slotWait       // used only by the goroutine that runs tidy
+	slotWaits   map[int16]time.Time       // since when a lock keeps a slot; used only by the goroutine that runs tidy
 	overdue     atomic.Int64              // calls of the sink that continue although their context has ended
 	hung        atomic.Int64              // shards whose worker hangs
 	outlet      outlet
@@ -79,7 +81,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), slotWaits: map[int16]*slotWait{}, say: sayings{logger: cfg.Logger}}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), slotWaits: map[int16]time.Time{}, say: sayings{logger: cfg.Logger}}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go only to the sink: remove one of the two"))
@@ -259,4 +261,62 @@ func (r *Relay) heartbeat() {
 func backoff(attempt int) time.Duration {
 	ceiling := min(100*time.Millisecond<<min(attempt, 10), 5*time.Second)
 	return 50*time.Millisecond + rand.N(ceiling) //nolint:gosec // jitter needs no secret
+}
+
+// wake lets publishers poll the table before their pause is over.
+type wake struct {
+	mu sync.Mutex
+	ch chan struct{}
+}
+
+// next returns a channel that the next call closes.
+func (w *wake) next() <-chan struct{} {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.ch == nil {
+		w.ch = make(chan struct{})
+	}
+	return w.ch
+}
+
+func (w *wake) call() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.ch != nil {
+		close(w.ch)
+		w.ch = nil
+	}
+}
+
+// Wake makes the relay poll the outbox now, instead of at the end of its pause (PollMax at most).
+// It is for programs that publish and relay in one process. Call it after COMMIT. It is safe at any
+// time and never blocks. A call that comes too early, or a missing call, only costs the pause.
+func (r *Relay) Wake() { r.wake.call() }
+
+// sayings logs lasting conditions: each text once, and then every 30 s with the number of
+// repetitions.
+type sayings struct {
+	logger *slog.Logger
+	lines  say.Lines
+}
+
+// warn logs a problem. The attributes, such as an error or a shard, may differ each time.
+func (s *sayings) warn(ctx context.Context, text string, attrs ...any) {
+	if times, due := s.lines.Due(text, false); due {
+		s.logger.WarnContext(ctx, text, append(attrs, "times", times)...)
+	}
+}
+
+// about logs an error of one of several things with the same problem, such as topics.
+func (s *sayings) about(ctx context.Context, thing, text string, attrs ...any) {
+	if times, due := s.lines.Due(text+"\x00"+thing, false); due {
+		s.logger.ErrorContext(ctx, text, append(attrs, "times", times)...)
+	}
+}
+
+// over logs the end of a problem, if the problem was logged.
+func (s *sayings) over(ctx context.Context, problem, text string, attrs ...any) {
+	if ended, was := s.lines.End(problem); was {
+		s.logger.InfoContext(ctx, text, append(attrs, "times", ended.Times, "lasted", ended.Lasted.Round(time.Millisecond))...)
+	}
 }

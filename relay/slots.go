@@ -86,35 +86,24 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 	return nil
 }
 
-// slotWait is a slot whose published rows cannot be removed because of a lock.
-type slotWait struct {
-	since time.Time
-	said  bool
-}
-
-// truncateWaits records whether a lock keeps the published rows of a slot. It logs a lock at the
-// second attempt in a row: a short one is not worth a line.
+// truncateWaits records whether a lock keeps the published rows of a slot. It logs a lock from the
+// second attempt in a row on: a short one is not worth a line.
 func (r *Relay) truncateWaits(ctx context.Context, slot int16, locked bool) {
-	w := r.slotWaits[slot]
+	since, waits := r.slotWaits[slot]
+	text := fmt.Sprintf("published rows of slot %d cannot be removed: a transaction holds a lock on it; the outbox grows until that transaction ends; nothing else waits; outbox-relay doctor names its session", slot)
 	var waited time.Duration
 	switch {
-	case w == nil && locked:
-		r.slotWaits[slot] = &slotWait{since: time.Now()}
-		return
-	case w == nil:
-		return
-	case locked:
-		waited = time.Since(w.since)
-		if !w.said {
-			w.said = true
-			r.cfg.Logger.WarnContext(ctx, "published rows cannot be removed: a transaction holds a lock on their slot; the outbox grows until that transaction ends; nothing else waits; outbox-relay doctor names its session",
-				"relay", r.cfg.Name, "slot", slot)
-		}
-	default:
+	case waits && locked:
+		waited = time.Since(since)
+		r.say.warn(ctx, text, "relay", r.cfg.Name)
+	case waits:
 		delete(r.slotWaits, slot)
-		if w.said {
-			r.cfg.Logger.InfoContext(ctx, "published rows no longer wait for a lock", "relay", r.cfg.Name, "slot", slot, "waited", time.Since(w.since).Round(time.Millisecond))
+		r.say.over(ctx, text, "published rows no longer wait for a lock", "relay", r.cfg.Name, "slot", slot)
+	default:
+		if locked {
+			r.slotWaits[slot] = time.Now()
 		}
+		return
 	}
 	if r.cfg.Hooks.TruncateWaits != nil {
 		r.cfg.Hooks.TruncateWaits(slot, waited)

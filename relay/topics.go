@@ -314,8 +314,8 @@ func (r *Relay) newClient(l *lease, t *topics, more ...kgo.Opt) (*kgo.Client, er
 		kgo.MaxBufferedRecords(1<<31-1),
 		kgo.MaxBufferedBytes(0),
 	)
-	if codec, _ := codecOf(r.cfg.Compression); codec != nil {
-		opts = append(opts, kgo.ProducerBatchCompression(*codec, kgo.NoCompression()))
+	if codec, ok := codecs[r.cfg.Compression]; ok {
+		opts = append(opts, kgo.ProducerBatchCompression(codec, kgo.NoCompression()))
 	}
 	if r.topicMemory.uncompressed.Load() {
 		opts = append(opts, kgo.ProducerBatchCompression(kgo.NoCompression()))

@@ -241,6 +241,9 @@ func TestHeldKeysUnderFire(t *testing.T) {
 	t.Parallel()
 	for name, settings := range orders {
 		for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
+			if name != "by partition" && level != pgx.ReadCommitted {
+				continue // New refuses it
+			}
 			t.Run(fmt.Sprintf("%s, %s", name, level), func(t *testing.T) {
 				t.Parallel()
 				underFire(t, func(c *consumer.Config) {

@@ -157,7 +157,7 @@ func TestRelayWithoutTheServersIdentity(t *testing.T) {
 		eventually(t, "the row is published", func() (bool, any) { return kafkatest.Count(t, topic) == i+1, log.String() })
 	}
 	stop()
-	require.Contains(t, log.String(), "the server's run is unknown")
+	require.Contains(t, log.String(), "the server's run is hidden")
 	require.NotContains(t, log.String(), "does not answer")
 }
 

@@ -291,6 +291,7 @@ $$;
 REVOKE ALL ON FUNCTION effectonce.outbox_dead_free() FROM PUBLIC;
 CREATE TRIGGER outbox_dead_free AFTER DELETE ON effectonce.outbox_dead
   REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_dead_free();
+ALTER TABLE effectonce.outbox_dead ENABLE ALWAYS TRIGGER outbox_dead_free; -- also for session_replication_role = replica
 
 -- Any login can take an advisory lock, and keep it. The lock of a row needs the right to update the table.
 CREATE TABLE effectonce.outbox_locks (

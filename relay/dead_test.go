@@ -563,3 +563,18 @@ func (f *freezing) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.T
 }
 
 func (*freezing) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// Property: a dead row that is deleted by a session whose triggers do not run frees its key, too.
+func TestDeletedWithoutTriggersFreesTheKey(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+	insert(t, pool, topic, "k", "2")
+	drain(t, newRelay(t, pool, relay.Config{}))
+	require.Equal(t, 2, dead(t, pool))
+	must(t, pool, `BEGIN; SET LOCAL session_replication_role = replica; DELETE FROM effectonce.outbox_dead WHERE state = 'held'; COMMIT`)
+	stop := running(t, pool, relay.Config{})
+	testwait.True(t, "the row behind it is published", func() bool { return dead(t, pool) == 0 })
+	stop()
+	require.Equal(t, []string{"2"}, values(t, topic))
+}

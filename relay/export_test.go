@@ -22,6 +22,7 @@ const LastSeq = lastSeq
 const (
 	AdvanceSQL = advanceSQL
 	AcquireSQL = acquireSQL
+	RunSQL     = runSQL
 )
 
 // FetchSettingsSQL goes before it.

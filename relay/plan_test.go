@@ -322,12 +322,13 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 		return time.Since(begun)
 	}
 	publish()
+	run, token := one[string](t, pool, relay.RunSQL), one[string](t, pool, `SELECT token FROM effectonce.outbox_ticks WHERE tick = 0`)
 	advance := func() int {
 		n := one[int64](t, pool, `SELECT max(n) FROM effectonce.outbox_advances`)
-		return pagesOf(t, pool, relay.AdvanceSQL, nil, "default", 0, n+1, 1, 0, nil, 0, 0, 1, nil)
+		return pagesOf(t, pool, relay.AdvanceSQL, run, "default", 0, n+1, 1, 0, nil, 0, 0, 1, nil, token, nil)
 	}
 	acquire := func() int {
-		return pagesOf(t, pool, relay.AcquireSQL, nil, "default", 0, "test", "1 second", nil, nil)
+		return pagesOf(t, pool, relay.AcquireSQL, run, "default", 0, "test", "1 second", nil, nil)
 	}
 	before, took, acquires := advance(), publish(), acquire()
 

@@ -317,3 +317,24 @@ func TestMiddlewareCannotLoseOrDoubleAnEffect(t *testing.T) {
 		})
 	}
 }
+
+// Property: by position, a message that ends its session in COMMIT is found and parked, as by ID. Row C18
+// of guarantees.md.
+func TestMessageThatEndsItsSessionInCommitIsFound(t *testing.T) {
+	t.Parallel()
+	for name, level := range map[string]consumer.Dedup{"by ID": consumer.DedupByID, "by position": consumer.DedupByPosition} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceAll("ok", "a", "b")
+			h.exec(`CREATE FUNCTION cut() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.value = 'a' THEN PERFORM pg_terminate_backend(pg_backend_pid()); END IF; RETURN NULL; END $$;
+				CREATE CONSTRAINT TRIGGER cut AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION cut()`)
+			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.AttemptsMax = level, 3 })
+			h.wait("parked", func() bool {
+				return h.number(`SELECT count(*) FROM effects WHERE value <> 'a'`) == 2 && h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
+			})
+			require.NoError(t, stop())
+			require.Len(t, h.parked(), 1)
+		})
+	}
+}

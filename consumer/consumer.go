@@ -274,28 +274,28 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		}
 	}
 	c.ids, c.names = ids, named
-	return c.leftBehind(ctx)
+	return c.checkOtherNames(ctx)
 }
 
-var errLeftBehind = errors.New("messages of an earlier name of the group wait in parked_messages")
+var errOtherName = errors.New("messages of an earlier name of the group wait in parked_messages")
 
-// leftBehind returns an error if parked messages wait that no consumer of these names would try: later
-// messages of their keys would overtake them.
-func (c *Consumer) leftBehind(ctx context.Context) error {
+// checkOtherNames returns an error if messages wait in parked_messages under another name of the group.
+// A consumer with these names would not retry them, and would handle later messages of their keys first.
+func (c *Consumer) checkOtherNames(ctx context.Context) error {
 	ids := []int32{}
 	for _, id := range c.ids {
 		ids = append(ids, id.ID())
 	}
 	var name string
 	var n int64
-	err := c.pool.QueryRow(ctx, c.sql[leftBehindSQL], c.cfg.Group, c.cfg.Topics, ids).Scan(&name, &n)
+	err := c.pool.QueryRow(ctx, c.sql[otherNameSQL], c.cfg.Group, c.cfg.Topics, ids).Scan(&name, &n)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil
 	case err != nil:
 		return fmt.Errorf("look for parked messages of other names: %w", err)
 	}
-	return fmt.Errorf("%w: %d of %q, which nobody would try again under another name: run with that Config.Name (or alias) until they are done, or discard them (outbox-relay parked discard)", errLeftBehind, n, name)
+	return fmt.Errorf("%w: %d of %q, which a consumer with another name would not retry: run with that Config.Name (or alias) until they are done, or discard them (outbox-relay parked discard)", errOtherName, n, name)
 }
 
 // warnWindow logs that another dedup window was registered before.

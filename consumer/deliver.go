@@ -72,7 +72,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		defer mu.Unlock()
 		refused = f
 	}
-	p.finite = records
+	p.given = records
 	p.backlog.start(math.MinInt64)
 	p.run() //nolint:contextcheck // the partition has its own
 	if !p.ended {

@@ -154,7 +154,7 @@ func (f *failure) reason(v verdict) string {
 
 // waitable reports whether an error at the start may end once the database is available.
 func waitable(err error) bool {
-	for _, final := range []error{migrations.ErrTooOld, migrations.ErrTooNew, dedup.ErrNameTaken, dedup.ErrForeverDecided, dedup.ErrIDRule, ErrNotPrimary, ErrUnknownTopic, errLeftBehind} {
+	for _, final := range []error{migrations.ErrTooOld, migrations.ErrTooNew, dedup.ErrNameTaken, dedup.ErrForeverDecided, dedup.ErrIDRule, ErrNotPrimary, ErrUnknownTopic, errOtherName} {
 		if errors.Is(err, final) {
 			return false
 		}

@@ -225,7 +225,7 @@ func (l *lane) try(msgs []*Message) *failure {
 		msg.counted = false
 		l.unblock(msg)
 	}
-	l.calm()
+	l.clearTrouble()
 	l.pace(len(msgs), out.claim+out.handle+out.commit)
 	if !w.released() {
 		l.p.breaker.noteHandled(out.fresh)

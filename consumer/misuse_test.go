@@ -234,3 +234,40 @@ func TestBatchNamesTheCulprit(t *testing.T) {
 		})
 	}
 }
+
+// Property: a statement that is queued after the queue was sent fails its message; it is not lost in
+// silence.
+func TestQueueAfterItWasSentFails(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAll("a")
+	stop := h.run(consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+		q.Queue(`SELECT 1`).QueryRow(func(row pgx.Row) error {
+			q.Queue(`INSERT INTO effects (value) VALUES ($1)`, string(msg.Value))
+			return row.Scan(nil)
+		})
+		return nil
+	}), nil)
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+}
+
+// Property: a panic in a source of CopyFrom fails its message; a number of attempts that an operator made
+// negative is none.
+func TestCopySourceThatPanicsFailsItsMessage(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAll("a", "b")
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		_, err := tx.CopyFrom(ctx, pgx.Identifier{"effects"}, []string{"value"}, pgx.CopyFromFunc(func() ([]any, error) {
+			panic("source of " + string(msg.Value))
+		}))
+		return err
+	}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax = 2, 1 })
+	h.waitParked("failed", "failed")
+	h.exec(`UPDATE effectonce.parked_messages SET attempts = -5, state = 'retry', retry_at = clock_timestamp(), released_at = clock_timestamp()`)
+	h.wait("tried again", func() bool {
+		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts > -5`) == 2
+	})
+	require.NoError(t, stop())
+}

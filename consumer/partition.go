@@ -55,8 +55,8 @@ type partition struct {
 	looked   chan struct{}             // buffers one signal: parked messages are due
 	lookedAt struct{ seen, end int64 } // what the watchdog saw last
 
-	finite []*kgo.Record // the records come from Deliver: the partition ends behind the last one
-	ended  bool          // everything is done
+	given []*kgo.Record // by Deliver: the partition ends behind the last one; nil: the records come from Kafka
+	ended bool          // everything is done
 }
 
 // idleEvery is how often a partition without messages stores a position after control records.
@@ -108,9 +108,9 @@ func (p *partition) run() {
 		}
 	}
 	p.lane.become(StateRunning, nil)
-	if p.finite != nil {
+	if p.given != nil {
 		p.release() // what is due comes first
-		p.backlog.arrive(p.finite, p.messages)
+		p.backlog.arrive(p.given, p.messages)
 	}
 	var running sync.WaitGroup
 	for range p.consumer.cfg.Workers {
@@ -133,7 +133,7 @@ func (p *partition) dispatch() (finished bool) {
 	defer advance.Stop()
 	defer idle.Stop()
 	for ticks, ok := false, true; ok; {
-		if p.finite != nil && len(p.looked) == 0 && p.backlog.idle() {
+		if p.given != nil && len(p.looked) == 0 && p.backlog.idle() {
 			list, err := p.due()
 			if err != nil {
 				p.lane.warn("could not read due parked messages", false, err)
@@ -238,7 +238,7 @@ func (p *partition) advance(to passed) bool {
 	case err == nil:
 		p.lane.works()
 		p.lane.become(StateRunning, nil)
-		p.lane.calm()
+		p.lane.clearTrouble()
 		p.pos.set(stored)
 		p.marked(to.behind)
 		return true

@@ -253,3 +253,23 @@ func TestRefusedTopicCostsOnlyItsMessage(t *testing.T) {
 		})
 	}
 }
+
+// Property: the child of a record whose time is none is fresh at the next consumer.
+func TestChildOfARecordWithoutATimeIsFresh(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		return outbox.Publish(ctx, tx, outbox.Message{Topic: "next", Payload: msg.Value})
+	}), nil)
+	_, err := c.Deliver(t.Context(), &kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(0), Value: []byte("v")})
+	require.NoError(t, err)
+	var id string
+	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT id::text FROM effectonce.outbox`).Scan(&id))
+	next := h.make(consumer.Each(effect), func(c *consumer.Config) { c.Group, c.Topics = h.topic+"-next", []string{"next"} })
+	_, err = next.Deliver(t.Context())
+	require.NoError(t, err)
+	h.exec(`UPDATE effectonce.consumers SET forgotten_to = now() - interval '7 days'`) // as maintenance does
+	d, err := next.Deliver(t.Context(), &kgo.Record{Topic: "next", Timestamp: time.Now(), Value: []byte("v"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id)}}})
+	require.NoError(t, err)
+	require.Equal(t, consumer.Delivered{Fresh: 1}, d)
+}

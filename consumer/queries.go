@@ -246,8 +246,8 @@ UPDATE effectonce.parked_messages SET state = $2, reason = $3, error = $4, attem
   retry_at = clock_timestamp() + $6::interval, released_at = CASE WHEN $2 = 'retry' THEN released_at END
 WHERE seq = $1`
 
-// leftBehindSQL finds messages that wait for a consumer of the group with another name.
-const leftBehindSQL = `-- consumer.left_behind
+// otherNameSQL finds messages that wait for a consumer of the group with another name.
+const otherNameSQL = `-- consumer.other_name
 SELECT c.name, pg_catalog.count(*) FROM effectonce.consumers c JOIN effectonce.parked_messages m ON m.consumer = c.id
 WHERE c.consumer_group = $1 AND m.topic = ANY ($2::text[]) AND c.id <> ALL ($3::int[]) AND m.state IN ('retry', 'behind')
 GROUP BY c.name ORDER BY c.name LIMIT 1`
@@ -262,7 +262,7 @@ func newQueries(schema string) map[string]string {
 	for _, sql := range []string{
 		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, resetSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
 		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
-		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL, leftBehindSQL,
+		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL, otherNameSQL,
 	} {
 		queries[sql] = migrations.InSchema(sql, schema)
 	}

@@ -2,6 +2,7 @@ package consumer_test
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strconv"
 	"sync"
@@ -15,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // Property: a parked message that alone has more bytes than a release takes at once is released,
@@ -239,4 +241,59 @@ func TestLockedParkedMessageHoldsUpOnlyItself(t *testing.T) {
 			require.NoError(t, stop())
 		})
 	}
+}
+
+// Property: a clean stop is no attempt at parked messages: not at those that had not begun, nor at the one
+// that it ended.
+func TestStopIsNoAttemptAtParkedMessages(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAll("a", "b", "c")
+	var repaired atomic.Bool
+	begun := make(chan struct{}, 3)
+	stop := h.run(consumer.Each(func(ctx context.Context, _ pgx.Tx, _ *consumer.Message) error {
+		if !repaired.Load() {
+			return consumer.Permanent(errBad)
+		}
+		begun <- struct{}{}
+		<-ctx.Done()
+		return ctx.Err()
+	}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax, c.DrainMax = 1, 1, 10*time.Millisecond })
+	h.waitParked("permanent", "permanent", "permanent")
+	repaired.Store(true)
+	h.retry()
+	testwait.Chan(t, "a handler", begun)
+	require.NoError(t, stop())
+	require.Equal(t, 3, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'retry' AND attempts = 0`))
+}
+
+// Property: what waited behind a message that is retried runs in transactions of the usual size: other
+// keys, a pause and a stop do not wait for all of it.
+func TestReleasedBacklogLetsOthersPass(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	const n = 200 // more than the first transaction, whose size is that of transactions which park
+	var values []string
+	for i := range n {
+		values = append(values, fmt.Sprint("k:", i))
+	}
+	var repaired atomic.Bool
+	h.produceKeyed(values...)
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if !repaired.Load() {
+			return consumer.Permanent(errBad)
+		}
+		if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.005)`); err != nil {
+			return err
+		}
+		return effect(ctx, tx, msg)
+	}), func(c *consumer.Config) { c.ParkShareMax, c.BatchTimeMax = 1, 100*time.Millisecond })
+	h.wait("parked", func() bool { return len(h.parked()) == n })
+	repaired.Store(true)
+	h.retry()
+	h.wait("it begins", func() bool { return h.number(`SELECT count(*) FROM effects`) > 0 })
+	h.produceKeyed("other:0")
+	h.waitEffects(n + 1)
+	require.NoError(t, stop())
+	require.Less(t, h.number(`SELECT count(*) FROM effects WHERE n < (SELECT n FROM effects WHERE value = 'other:0')`), n-10)
 }

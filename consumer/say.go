@@ -91,8 +91,8 @@ func (l *lane) store(text string) {
 	l.storeTrouble(&stored)
 }
 
-// calm removes what store wrote.
-func (l *lane) calm() {
+// clearTrouble removes the reason that store wrote.
+func (l *lane) clearTrouble() {
 	if l.troubled {
 		l.storeTrouble(nil)
 	}

@@ -378,3 +378,14 @@ func TestOrderOutlivesTemporaryFailures(t *testing.T) {
 		})
 	}
 }
+
+// Property: a Decode of batches whose messages are all skipped tombstones does not call the handler.
+func TestBatchOfSkippedTombstonesIsNotHandled(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	c := h.make(consumer.Decode(consumer.JSONDecoder[struct{}](), func(context.Context, pgx.Tx, []consumer.Decoded[struct{}]) error { return errBad }),
+		func(c *consumer.Config) { c.OnTombstone = consumer.OnTombstoneSkip })
+	d, err := c.Deliver(t.Context(), &kgo.Record{Topic: h.topic, Timestamp: time.Now(), Key: []byte("k")})
+	require.NoError(t, err)
+	require.Equal(t, consumer.Delivered{Fresh: 1}, d)
+}

@@ -394,3 +394,65 @@ func TestReadinessOfAReplica(t *testing.T) {
 		})
 	})
 }
+
+// Property: the status does not name a parked message that failed again: nothing waits for it.
+func TestStatusForgetsAReleasedMessage(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAll("a")
+	var turn atomic.Int32
+	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		switch turn.Add(1) {
+		case 1, 3:
+			return consumer.Permanent(errBad)
+		case 2:
+			_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$`)
+			return err
+		}
+		return effect(ctx, tx, msg)
+	}), func(c *consumer.Config) { c.ParkShareMax = 1 })
+	cancel, ended := h.begin(t.Context(), c)
+	h.waitParked("permanent")
+	h.retry()
+	h.wait("parked again", func() bool {
+		return turn.Load() == 3 && h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
+	})
+	h.wait("nothing is wrong", func() bool { return c.Status().Partitions[0].Err == "" })
+	cancel()
+	require.NoError(t, ended())
+}
+
+// asking asks for the status whenever something is logged.
+type asking struct {
+	slog.Handler
+
+	c *atomic.Pointer[consumer.Consumer]
+}
+
+func (a asking) Handle(ctx context.Context, r slog.Record) error {
+	if c := a.c.Load(); c != nil && !strings.Contains(r.Message, "rejoining") {
+		_ = c.Status()
+	}
+	return a.Handler.Handle(ctx, r)
+}
+
+// Property: nothing is logged under a mutex that Status takes.
+func TestLoggerMayAskForTheStatus(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAll("a")
+	stop := h.run(consumer.Each(effect), nil)
+	h.wait("position", func() bool { return h.position() == 1 })
+	require.NoError(t, stop())
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 1000`) // the topic has lost its end
+	var known atomic.Pointer[consumer.Consumer]
+	c := h.make(consumer.Each(effect), func(c *consumer.Config) {
+		c.Logger = slog.New(asking{slog.NewTextHandler(h.log, nil), &known})
+	})
+	known.Store(c)
+	consumer.LookEvery(c, 100*time.Millisecond)
+	cancel, ended := h.begin(t.Context(), c)
+	h.wait("it says so again", func() bool { return h.logged("still halts") > 1 })
+	cancel()
+	require.NoError(t, ended())
+}

@@ -394,3 +394,32 @@ func TestPausedTopicIsNotConsumed(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, []string{"other 0", "0", "other 1", "1"}, h.values())
 }
+
+// Property: a consumer whose group left messages waiting under another name does not start: it would not
+// retry them, and would handle later messages of their keys first.
+func TestOtherNameWaitsForWhatIsLeft(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("k:0", "k:1")
+	var fine atomic.Bool
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "k:0" && !fine.Load() {
+			return consumer.RetryAfter(2*time.Second, errBad)
+		}
+		return effect(ctx, tx, msg)
+	})
+	stop := h.run(handler, nil)
+	h.wait("parked", func() bool { return len(h.parked()) == 2 })
+	require.NoError(t, stop())
+	renamed := func(c *consumer.Config) { c.Name = "renamed-" + h.topic }
+	require.ErrorContains(t, h.make(handler, renamed).Run(t.Context()), h.topic+"/"+h.topic)
+	fine.Store(true)
+	stop = h.run(handler, nil)
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	h.produceKeyed("k:2")
+	stop = h.run(handler, renamed)
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"k:0", "k:1", "k:2"}, h.values())
+}

@@ -158,9 +158,7 @@ func (c Config) withDefaults() (Config, error) {
 	if len(c.Name) > 255 {
 		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Name", len(c.Name)))
 	}
-	if c.Owner == "" {
-		c.Owner = bounds.Owner()
-	}
+	c.Owner = cmp.Or(c.Owner, bounds.Owner())
 	if len(c.Owner) > 255 {
 		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Owner", len(c.Owner)))
 	}

@@ -3,6 +3,7 @@ package consumer
 import (
 	"math/rand/v2"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -10,6 +11,18 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
+
+// bare converts records to messages with no more than an offset and headers.
+func bare(records []*kgo.Record) (msgs []*Message) {
+	for _, r := range records {
+		msg := &Message{Offset: r.Offset}
+		for _, h := range r.Headers {
+			msg.Headers = append(msg.Headers, Header{Name: h.Key, Value: h.Value})
+		}
+		msgs = append(msgs, msg)
+	}
+	return msgs
+}
 
 // Property: a message that was tried before is taken alone, so that those behind it are not run in
 // vain.
@@ -23,6 +36,38 @@ func TestTriedMessagesAreTakenAlone(t *testing.T) {
 	require.Equal(t, []*Message{tried}, s.msgs)
 	b.done(s, &postponed{})
 	require.Equal(t, []*Message{other}, b.take(1, 100).msgs)
+}
+
+// Property: what is postponed is not taken before its time, nor what waits for it in its line, and lanes
+// are woken then; other lines do not wait, unless all pause.
+func TestPostponedLinesWait(t *testing.T) {
+	t.Parallel()
+	for _, pause := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			t.Helper()
+			b := newBacklog(nil, topicPartition{}, OrderByKey, 100)
+			begun := time.Now()
+			failed, behind, other := &Message{Key: []byte("a")}, &Message{Key: []byte("a"), Offset: 1}, &Message{Key: []byte("b"), Offset: 2}
+			b.add(failed)
+			later := &postponed{order: OrderByKey, waits: map[*Message]time.Duration{}, keys: map[string]bool{}}
+			failed.first = begun
+			later.add(failed, next{wait: time.Second, pause: pause})
+			b.done(b.take(1, 100), later)
+			b.add(behind)
+			b.add(other)
+			if s := b.take(1, 100); pause {
+				require.Empty(t, s.lines)
+			} else {
+				require.Equal(t, []*Message{other}, s.msgs)
+			}
+			for len(b.wake) > 0 {
+				<-b.wake // of what came, not of time
+			}
+			<-b.wake
+			require.Equal(t, time.Second, time.Since(begun))
+			require.Equal(t, []*Message{failed}, b.take(1, 100).msgs)
+		})
+	}
 }
 
 // Property: the position of workers is the end of the messages done without a gap, in whatever
@@ -73,12 +118,7 @@ func TestHeadersCountForWhatWaits(t *testing.T) {
 	b := newBacklog(kafkatest.Client(t), topicPartition{"t", 0}, OrderByPartition, 1000)
 	b.start(5)
 	arrive := func(offset int64) {
-		b.arrive([]*kgo.Record{{Offset: offset}}, func(records []*kgo.Record) (msgs []*Message) {
-			for _, r := range records {
-				msgs = append(msgs, &Message{Offset: r.Offset, Headers: []Header{{Name: "h", Value: make([]byte, 1<<20)}}})
-			}
-			return msgs
-		})
+		b.arrive([]*kgo.Record{{Offset: offset, Headers: []kgo.RecordHeader{{Key: "h", Value: make([]byte, 1<<20)}}}}, bare)
 	}
 	arrive(3)
 	arrive(4)
@@ -106,14 +146,7 @@ func TestHeadersCountForWhatWaits(t *testing.T) {
 func TestControlRecordsFollowTheirMessage(t *testing.T) {
 	t.Parallel()
 	b := newBacklog(nil, topicPartition{}, OrderByPartition, 1000)
-	arrive := func(records ...*kgo.Record) {
-		b.arrive(records, func(records []*kgo.Record) (msgs []*Message) {
-			for _, r := range records {
-				msgs = append(msgs, &Message{Offset: r.Offset})
-			}
-			return msgs
-		})
-	}
+	arrive := func(records ...*kgo.Record) { b.arrive(records, bare) }
 	data := func(offset int64) *kgo.Record { return &kgo.Record{Offset: offset, Timestamp: time.Now()} }
 	control := func(offset int64) *kgo.Record {
 		r := data(offset)

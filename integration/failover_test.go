@@ -131,11 +131,8 @@ func TestDumpOnAStandby(t *testing.T) {
 	longtest.Only(t, "a standby of its own")
 	t.Parallel()
 	ctx := t.Context()
-	primary, err := servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: true})
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = primary.Stop(context.WithoutCancel(ctx)) })
-	pgtest.Migrate(t, primary.URL)
-	second, pool := newStandby(t, primary), openWorkload(t, primary.URL)
+	primary, second := newPair(t)
+	pool := openWorkload(t, primary.URL)
 	execs := func(pool *pgxpool.Pool, statements ...string) {
 		for _, sql := range statements {
 			_, err := pool.Exec(ctx, sql)

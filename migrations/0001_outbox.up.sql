@@ -150,14 +150,12 @@ CREATE TABLE effectonce.outbox_relays (
 );
 
 -- The processes that share a relay's shards, and what each says with its sign of life. obeys: the pauses that it obeys, so
--- that nothing which it read before them is on its way to Kafka any more. reached_at: when the brokers, or the sink,
--- answered it last.
+-- that nothing which it read before them is on its way to Kafka any more. problem: why its rows wait.
 CREATE TABLE effectonce.outbox_replicas (
   relay       text        NOT NULL,
   owner       text        NOT NULL,
   alive_until timestamptz NOT NULL,
   obeys       uuid[],
-  reached_at  timestamptz,
   state       text        CONSTRAINT outbox_replicas_state_is_unknown CHECK (state IN ('publishing', 'standing_by', 'kafka_away', 'sink_away', 'stuck')),
   problem     text        CONSTRAINT outbox_replicas_problem_is_too_long CHECK (octet_length(problem) <= 2048),
   CONSTRAINT outbox_replicas_pkey PRIMARY KEY (relay, owner),

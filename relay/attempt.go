@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -185,9 +184,6 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 	headers, err := outbox.DecodeHeaders(r.headers)
 	if err != nil {
 		return nil, ReasonBadHeaders, err
-	}
-	if err := p.refusal(r.seq); err != nil {
-		return nil, cmp.Or(reasonOf(err), ReasonRefused), verdict(err)
 	}
 	if p.lease.obeys.set.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused

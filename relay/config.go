@@ -127,8 +127,7 @@ type Hooks struct {
 	// It may be called several times for a row.
 	Dropped func(topic string)
 	// Away is called with the reason when this replica finds that Kafka, or the receiver of its
-	// Sink, does not take rows, and with nil when it takes rows again. The replica keeps its
-	// leases, unless another replica reaches Kafka or the receiver.
+	// Sink, does not take rows, and with nil when it takes rows again.
 	Away func(why error)
 	// Hung is called when the worker of a shard gives no sign of life for longer than a Lease, and
 	// when it gives one again or has ended. The lease of a hung shard is not renewed. Restart the

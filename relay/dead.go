@@ -155,7 +155,7 @@ func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 		var seq *int64 // null: nothing of the key may leave
 		var id pgtype.UUID
 		var created *time.Time
-		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created); err != nil {
+		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created, &r.was); err != nil {
 			return err
 		}
 		if key := now.kind != last.kind || now.at != last.at; key {
@@ -295,7 +295,6 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 // moved notes the rows that are now in outbox_dead. It logs the first row of a topic and reason,
 // and then the number of rows.
 func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
-	d.forgetRefusals(dead)
 	d.look.moved(dead)
 	d.deadAdded += len(dead)
 	for _, row := range dead {
@@ -384,7 +383,6 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 	for _, row := range again {
 		d.topics.blocks(row)
 	}
-	d.forgetRefusals(again)
 	return nil
 }
 

@@ -96,16 +96,16 @@ WITH found AS (
   FROM found GROUP BY topic, hash, CASE WHEN hash IS NULL THEN at END
   ORDER BY 1, 2
 )
-SELECT k.place::smallint, k.at, k.freed, run.seq, run.id, k.topic, run.key, run.payload, run.headers_text, run.created_at
+SELECT k.place::smallint, k.at, k.freed, run.seq, run.id, k.topic, run.key, run.payload, run.headers_text, run.created_at, coalesce(run.reason, '')
 FROM keys k LEFT JOIN LATERAL (
   (SELECT * FROM (
-    SELECT d.seq, d.id, d.key, d.payload, d.headers::text AS headers_text, d.created_at,
+    SELECT d.seq, d.id, d.key, d.payload, d.headers::text AS headers_text, d.created_at, d.reason,
       bool_or(d.state = 'held') OVER (ORDER BY d.relay, d.topic, d.hash, d.seq) AS blocked
     FROM (SELECT d.*, sha256(d.key) AS hash FROM effectonce.outbox_dead d
       WHERE k.hash IS NOT NULL AND ` + inKey + ` AND NOT (d.state = 'held' AND $7` + skipped + `) ` + keyOrder + ` LIMIT $4) AS d
   ) AS numbered WHERE NOT blocked)
   UNION ALL
-  (SELECT d.seq, d.id, d.key, d.payload, d.headers::text, d.created_at, false FROM effectonce.outbox_dead d
+  (SELECT d.seq, d.id, d.key, d.payload, d.headers::text, d.created_at, d.reason, false FROM effectonce.outbox_dead d
    WHERE k.hash IS NULL AND d.relay = $1 AND d.seq = k.at AND d.state = 'retry')
 ) AS run ON true
 LIMIT $4`

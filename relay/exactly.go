@@ -116,10 +116,10 @@ func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows in
 // holder, which continues from the progress before it, would publish them both from outbox_dead and
 // from the outbox, and an operator could discard a row that is read again.
 func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
-	if open, _ := t.undecided(a.dead); len(open) > 0 || t.anySuspect(a.rows) {
-		return t.publishEach(work, ctx, a)
+	if t.careful[t.lease.shard].of(a.released).Load() > 0 {
+		return t.publishEach(work, ctx, a, t)
 	}
-	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
+	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end, released: a.released}); err != nil {
 		return err
 	}
 	if a.released {
@@ -136,6 +136,43 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 		return nil
 	}
 	t.dead = a.dead
+	return t.commit(work, ctx)
+}
+
+// one produces a record in a transaction of its own. After a refusal the transaction is aborted.
+func (t *toTransactions) one(ctx context.Context, record *kgo.Record) error {
+	if err := t.open(); err != nil {
+		return err
+	}
+	err := t.produceOne(ctx, record)
+	if err == nil {
+		return nil
+	}
+	if failed := t.abort(ctx); failed != nil {
+		return failed
+	}
+	return err
+}
+
+func (t *toTransactions) taken(work, ctx context.Context, a *attempt, r *row) error {
+	if t.end = a.upTo(r); a.released {
+		t.released = []int64{r.seq}
+	}
+	t.handed++
+	t.flight.add(&batch{rows: []*row{r}, end: t.end})
+	return t.commit(work, ctx)
+}
+
+func (t *toTransactions) withdraw(ctx context.Context) (bool, error) { return true, t.abort(ctx) }
+
+func (t *toTransactions) bury(work, ctx context.Context, a *attempt, dead []deadRow, end cursor) error {
+	if a.released {
+		return t.publisher.dead.holdAgain(ctx, dead)
+	}
+	if err := t.hand(&batch{end: end}); err != nil {
+		return err
+	}
+	t.dead = dead
 	return t.commit(work, ctx)
 }
 
@@ -156,92 +193,6 @@ func (t *toTransactions) hand(b *batch) error {
 	t.handed += int64(len(b.rows))
 	t.send(b)
 	return nil
-}
-
-// publishEach produces each row in a transaction of its own, which skips the dead rows before it. A
-// refusal makes the transaction void: the work starts over, and the refused row is then known. It also
-// starts over when the brokers take a row behind open refusals: those rows are tried again.
-func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) error {
-	dead := a.dead
-	open, decided := t.undecided(dead)
-	if a.released { // a refusal ends the work: store first what is known about other rows
-		if err := t.publisher.dead.holdAgain(ctx, decided); err != nil {
-			return err
-		}
-		dead = nil
-	}
-	for i, r := range a.rows {
-		if err := t.commit(work, ctx); err != nil {
-			return err
-		}
-		if err := t.open(); err != nil {
-			return err
-		}
-		if err := t.produceOne(ctx, a.records[i]); err != nil {
-			return t.refused(r, a.records[i].Topic, err)
-		}
-		t.took(r)
-		if len(open) > 0 {
-			t.reopen(open)
-			return &refusedAlone{t.makeVoid(errTaken)}
-		}
-		if a.released {
-			t.released = []int64{r.seq}
-		}
-		n := 0
-		for n < len(dead) && dead[n].row.seq < r.seq {
-			n++
-		}
-		t.dead, dead = dead[:n], dead[n:]
-		if end := a.upTo(r); end.from != nil {
-			t.end = end
-		}
-		t.handed++
-		t.flight.add(&batch{rows: a.rows[i : i+1], end: a.upTo(r)})
-		t.clearSuspects(a.rows[i : i+1])
-	}
-	if err := t.commit(work, ctx); err != nil {
-		return err
-	}
-	switch {
-	case len(open) > 0 && t.outage():
-		return t.wait(ctx, a, open)
-	case a.released:
-		return t.publisher.dead.holdAgain(ctx, open)
-	}
-	if err := t.hand(&batch{end: a.end}); err != nil {
-		return err
-	}
-	t.dead = dead
-	return t.commit(work, ctx)
-}
-
-// wait ends an attempt in an outage: its open refusals are forgotten.
-func (t *toTransactions) wait(ctx context.Context, a *attempt, open []deadRow) error {
-	err := outageError(open[0].row.topic, t.refusal(open[0].row.seq))
-	t.reopen(open)
-	if a.released {
-		t.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", t.cfg.Name, "error", err)
-		return nil
-	}
-	_ = t.makeVoid(err) // what probe produces is not in progress
-	if t.open() == nil && t.probe(ctx, a.end) {
-		return &refusedAlone{errTaken}
-	}
-	return err
-}
-
-// refused notes a row that was refused alone. Its record may be in the transaction, and no progress
-// covers it: a stop must not commit it.
-func (t *toTransactions) refused(r *row, topic string, err error) error {
-	cause := t.makeVoid(produceError(topic, err))
-	reason := t.note(topic, err, true)
-	if reason == "" {
-		return cause
-	}
-	t.atFault(r, reason)
-	t.refuse(r.seq, err)
-	return &refusedAlone{cause}
 }
 
 // afterPage ends the transaction, unless more rows can be added and time is left.
@@ -306,16 +257,6 @@ func (t *toTransactions) commit(work, ctx context.Context) error {
 	defer cancel()
 	t.failed = t.commitPrepared(work)
 	return t.failed
-}
-
-// makeVoid prevents any further commit.
-func (t *toTransactions) makeVoid(why error) error {
-	t.progress.storing.Lock()
-	defer t.progress.storing.Unlock()
-	if t.failed == nil {
-		t.failed = why
-	}
-	return why
 }
 
 // prepare makes durable everything that a commit needs. It stores the ticks, and with them every
@@ -426,9 +367,9 @@ func (t *toTransactions) copied() {
 }
 
 // abort aborts the open transaction, so that readers need not wait until it times out.
-func (t *toTransactions) abort(ctx context.Context) {
+func (t *toTransactions) abort(ctx context.Context) error {
 	if t.begun.IsZero() {
-		return
+		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortMax)
 	defer cancel()
@@ -437,8 +378,10 @@ func (t *toTransactions) abort(ctx context.Context) {
 		err = t.client.EndTransaction(ctx, kgo.TryAbort)
 	}
 	if err != nil {
-		t.say.warn(ctx, "a transaction was left open; the next publisher of the shard aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
+		return fmt.Errorf("abort a transaction: %w", fromOutlet(err))
 	}
+	t.begun = time.Time{}
+	return nil
 }
 
 const abortMax = 2 * time.Second

@@ -20,7 +20,8 @@ type flight struct {
 	mu       sync.Mutex
 	changed  chan struct{} // closed and replaced when a field below changes
 	batches  []*batch      // oldest first
-	since    time.Time     // time of the last acknowledgement while there are batches
+	since    time.Time     // time of the last acknowledgement or answer while something waits for one
+	asked    int           // requests that wait for an answer, besides batches
 	bytes    int
 	failure  error   // of a record: from then on everything in flight is void
 	end      *cursor // behind the last batch of the acknowledged prefix; nil: nothing new
@@ -34,7 +35,8 @@ type batch struct {
 	pending int
 	bytes   int
 	// end is where progress may move to; the zero value moves it nowhere.
-	end cursor
+	end      cursor
+	released bool // the rows are from outbox_dead
 }
 
 func newFlight(bytesMax int, void context.CancelCauseFunc) *flight {
@@ -46,13 +48,32 @@ func newFlight(bytesMax int, void context.CancelCauseFunc) *flight {
 func (f *flight) add(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(f.batches) == 0 {
-		f.since = time.Now()
-	}
+	f.begins()
 	f.batches = append(f.batches, b)
 	f.bytes += b.bytes
 	if b.pending == 0 {
 		f.advance()
+	}
+}
+
+// begins notes when the wait for the brokers began.
+func (f *flight) begins() {
+	if len(f.batches)+f.asked == 0 {
+		f.since = time.Now()
+	}
+}
+
+// awaits notes a request to the brokers, until the caller calls answered.
+func (f *flight) awaits() (answered func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.begins()
+	f.asked++
+	return func() {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.asked--
+		f.since = time.Now()
 	}
 }
 
@@ -117,6 +138,17 @@ func (f *flight) takeProgress() (*cursor, int64) {
 	return end, rows
 }
 
+// unstored counts the rows that are not covered by progress.
+func (f *flight) unstored() int64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	rows := f.rowsDone
+	for _, b := range f.batches {
+		rows += int64(len(b.rows))
+	}
+	return rows
+}
+
 // flightState is what waiters wait for; changed is closed when it is out of date.
 type flightState struct {
 	pages, bytes int
@@ -157,11 +189,11 @@ func (f *flight) settled(ctx context.Context) error {
 	}
 }
 
-// unacknowledged is how long rows wait for an acknowledgement; 0: there are none.
+// unacknowledged is how long rows, or requests, wait for the brokers; 0: there are none.
 func (f *flight) unacknowledged() time.Duration {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(f.batches) == 0 {
+	if len(f.batches)+f.asked == 0 {
 		return 0
 	}
 	return time.Since(f.since)

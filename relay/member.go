@@ -20,14 +20,15 @@ import (
 type member struct {
 	*Relay
 	workers   map[int16]*worker
-	trouble   int       // consecutive workers that ended with an error
-	notYet    time.Time // no shard is taken before this time
-	pruned    time.Time // when old ticks were last removed
-	tidied    time.Time // when slots were last checked
-	confirmed []string  // the pauses that are stored as obeyed
-	swaps     chan swap
-	stuck     int    // workers that hang
-	behind    string // the replicas that publish instead, as logged last
+	troubles  map[int16]*trouble // of shards, until the work on them succeeds
+	pruned    time.Time          // when old ticks were last removed
+	tidied    time.Time          // when slots were last checked
+	confirmed []string           // the pauses that are stored as obeyed
+	stuck     int                // workers that hang
+	behind    string             // the replicas that publish instead, as logged last
+
+	unacknowledged bool // a worker waits for acknowledgements
+	saidAway       bool // to the hook
 }
 
 // worker publishes one shard.
@@ -41,6 +42,22 @@ type worker struct {
 	err       error // valid once the worker has been sent to ended
 }
 
+// trouble is about a shard whose work ended with an error.
+type trouble struct {
+	times  int       // in a row
+	notYet time.Time // the shard is not taken before this time
+	away   error     // why the brokers, or the sink, took no rows; nil: it was another error
+	silent bool      // they may not answer this replica at all: see comesBack
+}
+
+// again begins the pause before the next attempt.
+func (t *trouble) again() time.Duration {
+	t.times++
+	wait := backoff(t.times)
+	t.notYet = time.Now().Add(wait)
+	return wait
+}
+
 // end stops the work cleanly. It does not wait.
 func (w *worker) end() {
 	w.ending = true
@@ -48,13 +65,14 @@ func (w *worker) end() {
 }
 
 func newMember(r *Relay) *member {
-	return &member{Relay: r, workers: map[int16]*worker{}, swaps: make(chan swap)}
+	return &member{Relay: r, workers: map[int16]*worker{}, troubles: map[int16]*trouble{}}
 }
 
 // standing is the state of the relay in the database, on the database's clock.
 type standing struct {
 	shards  int16
-	others  []replica
+	others  []string // live replicas
+	states  []string // of these
 	holders []string // owners of the shards that are not free
 	free    []int16
 	renewed []int16
@@ -65,9 +83,7 @@ type standing struct {
 func (m *member) participate(ctx context.Context) error {
 	ended := make(chan *worker)
 	var group sync.WaitGroup
-	probing, stopProbing := context.WithCancel(ctx)
 	defer func() {
-		stopProbing()
 		for _, w := range m.workers {
 			w.end()
 		}
@@ -80,9 +96,6 @@ func (m *member) participate(ctx context.Context) error {
 	if err := m.enroll(ctx); err != nil {
 		return err
 	}
-	if m.probes() {
-		group.Go(func() { m.probe(probing) })
-	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
@@ -92,9 +105,7 @@ func (m *member) participate(ctx context.Context) error {
 			if err := m.reap(ctx, w); err != nil {
 				return err
 			}
-		case s := <-m.swaps:
-			s.worker.publisher = s.next
-			close(s.done)
+			timer.Reset(0) // others read the state of this replica, and may take the shard
 		case <-timer.C:
 			begun := time.Now()
 			if err := m.step(ctx, &group, ended); err != nil {
@@ -114,10 +125,16 @@ func (m *member) beatEvery() time.Duration {
 	if m.pausing() {
 		return 50 * time.Millisecond
 	}
+	every := min(max(m.cfg.Lease/4, 100*time.Millisecond), 2500*time.Millisecond)
 	if len(m.workers) == 0 {
-		return min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
+		every = min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
 	}
-	return min(max(m.cfg.Lease/4, 100*time.Millisecond), 2500*time.Millisecond)
+	for _, t := range m.troubles {
+		if wait := time.Until(t.notYet); wait > 0 {
+			every = min(every, max(wait, 50*time.Millisecond))
+		}
+	}
+	return every
 }
 
 func (m *member) enroll(ctx context.Context) error {
@@ -131,15 +148,18 @@ func (m *member) enroll(ctx context.Context) error {
 		if !unreachable(err) && !errors.Is(err, context.DeadlineExceeded) {
 			return fmt.Errorf("register relay: %w", err)
 		}
-		pause.For(ctx, m.interrupted(ctx, err, trouble))
+		wait := backoff(trouble)
+		m.interrupted(ctx, err, wait)
+		pause.For(ctx, wait)
 	}
 }
 
 // step reads the state in the database once and acts on it.
 func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *worker) error {
 	m.heartbeat()
-	leases := m.inspectWorkers(ctx)
-	s, err := m.beat(ctx, leases, m.report())
+	m.comesBack(ctx)
+	leases, how := m.inspectWorkers(ctx), m.report()
+	s, err := m.beat(ctx, leases, how)
 	if err != nil {
 		if ctx.Err() == nil {
 			m.say.warn(ctx, silentDatabase, "relay", m.cfg.Name, "error", err)
@@ -161,12 +181,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 		return m.enroll(ctx) // the relay was deleted
 	}
 	m.standBy(ctx, s)
-	sharing := s.sharing(replica{m.cfg.Owner, m.reachedAgo(), m.stuck > 0}, m.cfg.yieldsAfter())
-	if !slices.Contains(sharing, m.cfg.Owner) {
-		m.yield(ctx, sharing)
-		return nil
-	}
-	quota := s.quota(m.cfg.Owner, sharing)
+	quota := s.quota(m.cfg.Owner, s.sharing(m.cfg.Owner, how.state))
 	m.shed(quota)
 	if err := m.acquireShards(ctx, s.free, quota, group, ended); err != nil {
 		return err
@@ -191,16 +206,15 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	defer cancel()
 	asked := time.Now()
 	s := &standing{obeyed: how.obeyed}
-	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, r.reachedAgo(), how.state, how.problem)
+	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, how.state, how.problem)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
 	var shard int16
 	var free, renewed bool
-	var paused, pauses, others, states []string
-	var reached []*float64
+	var paused, pauses []string
 	var holder string
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &others, &reached, &states, &shard, &holder, &free, &renewed, &paused, &pauses}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.others, &s.states, &shard, &holder, &free, &renewed, &paused, &pauses}, func() error {
 		if free {
 			s.free = append(s.free, shard)
 		} else {
@@ -214,7 +228,6 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
-	s.others = replicas(others, reached, states)
 	r.pausesFound(paused, pauses)
 	for _, l := range leases {
 		if slices.Contains(s.renewed, l.shard) {
@@ -240,22 +253,22 @@ func (m *member) shed(quota int) {
 
 // acquireShards takes free shards up to the quota.
 func (m *member) acquireShards(ctx context.Context, free []int16, quota int, group *sync.WaitGroup, ended chan<- *worker) error {
-	if time.Now().Before(m.notYet) {
-		return nil
+	if m.isAway() && len(m.workers) == 0 {
+		return nil // see comesBack
 	}
 	for _, shard := range free {
 		if len(m.workers) >= quota || ctx.Err() != nil {
 			return nil //nolint:nilerr // a clean stop
 		}
-		if m.workers[shard] != nil {
-			continue // the worker is ending
+		if t := m.troubles[shard]; m.workers[shard] != nil || t != nil && time.Now().Before(t.notYet) {
+			continue // the worker is ending, or it is too soon
 		}
 		l, err := m.acquire(ctx, shard)
 		if errors.Is(err, ErrOldPrimary) {
 			return err
 		}
 		if err != nil {
-			m.back(ctx, err)
+			m.back(ctx, shard, err)
 			return nil
 		}
 		if l != nil {
@@ -269,8 +282,9 @@ func (m *member) acquireShards(ctx context.Context, free []int16, quota int, gro
 func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, ended chan<- *worker) {
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
-	w.publisher.patience <<= min(m.trouble, patienceGrows)
-	p := w.publisher // runShard replaces it
+	if t := m.troubles[l.shard]; t != nil {
+		w.publisher.patience <<= min(t.times, patienceGrows)
+	}
 	m.workers[l.shard] = w
 	m.tell(l.shard, true)
 	if l.shard == 0 {
@@ -278,7 +292,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	}
 	group.Go(func() {
 		defer stop()
-		w.err = m.runShard(working, w, p)
+		w.err = w.publisher.publish(working)
 		ended <- w // after this the member may read err
 	})
 }
@@ -287,24 +301,24 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 func (m *member) reap(ctx context.Context, w *worker) error {
 	shard := w.lease.shard
 	delete(m.workers, shard)
-	m.waits(ctx, shard, nil) // its last wait no longer applies
 	if !w.gone {
 		m.tell(shard, false)
 	}
 	if w.hung {
 		m.setHung(w, false)
 	}
-	var alone *refusedAlone
+	var batch *refused
+	if w.err == nil || w.publisher.worked.Load() {
+		delete(m.troubles, shard)
+	}
 	switch {
 	case w.err == nil:
-		m.trouble = 0
 	case errors.Is(w.err, ErrOldPrimary), errors.Is(w.err, errTopicPanicked):
 		return w.err
-	case errors.Is(w.err, errLimitsChanged):
+	case errors.Is(w.err, errLimitsChanged), errors.As(w.err, &batch):
 		m.cfg.Logger.InfoContext(ctx, "relay starts over", "relay", m.cfg.Name, "shard", shard, "why", w.err)
-	case errors.Is(w.err, errYields):
-	case !errors.As(w.err, &alone):
-		m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
+	default:
+		m.back(ctx, shard, fmt.Errorf("shard %d: %w", shard, w.err))
 	}
 	return nil
 }
@@ -316,10 +330,26 @@ func (m *member) tell(shard int16, held bool) {
 	}
 }
 
-// back sets the wait before shards are taken again.
-func (m *member) back(ctx context.Context, err error) {
-	m.trouble++
-	m.notYet = time.Now().Add(m.interrupted(ctx, err, m.trouble))
+// back notes an error of the work on a shard, which is taken again after a pause.
+func (m *member) back(ctx context.Context, shard int16, err error) {
+	if ctx.Err() != nil {
+		return
+	}
+	t := m.troubles[shard]
+	if t == nil {
+		t = &trouble{}
+		m.troubles[shard] = t
+	}
+	wait := t.again()
+	if t.away = nil; !away(err) {
+		m.interrupted(ctx, err, wait)
+		return
+	}
+	t.away, t.silent = err, m.canReach()
+	m.sayAway(ctx)
+	if m.cfg.Hooks.Interrupted != nil {
+		m.cfg.Hooks.Interrupted(err)
+	}
 }
 
 // prune removes ticks that no progress refers to, every pruneEvery.

@@ -179,37 +179,6 @@ func (p *progress) clear(ctx context.Context) error {
 	return nil
 }
 
-// resume brings a held lease up to date with stored progress: the outcome of its last write may be
-// unknown.
-func (r *Relay) resume(ctx context.Context, l *lease) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
-	defer cancel()
-	var from int64
-	var to *int64
-	var c cursor
-	var n int64
-	var stored progressed
-	var journal *int64
-	err := r.pool.QueryRow(ctx, r.sql.resume, l.cluster.run, r.cfg.Name, l.shard, l.epoch).
-		Scan(&n, &from, &to, &c.seq, &c.floor, &stored.epoch, &stored.published, &journal)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return errLeaseLost
-	}
-	if err != nil {
-		return fmt.Errorf("read progress: %w", silence(ctx, err))
-	}
-	if c.from, err = r.loadTick(ctx, l.cluster.run, from); err != nil {
-		return silence(ctx, err)
-	}
-	if to != nil {
-		if c.to, err = r.loadTick(ctx, l.cluster.run, *to); err != nil {
-			return silence(ctx, err)
-		}
-	}
-	l.n, l.cursor, l.stored, l.journal = n, c, stored, journal
-	return nil
-}
-
 // storing is the context of a write of progress: rows that were acknowledged before a stop are
 // stored after it. The limit starts when the lock is held, since waiting for the lock may include a
 // wait for the brokers.

@@ -26,7 +26,6 @@ type publisher struct {
 	topics   *topics
 	client   *kgo.Client // nil with a sink
 	target   target
-	restarts bool       // publish returned without releasing the lease: the work begins again
 	once     bool       // end as soon as no row waits
 	lost     chan error // the member reports that the lease is lost
 	patience time.Duration
@@ -58,13 +57,10 @@ func (p *publisher) lose(err error) {
 	}
 }
 
-// publish works until ctx ends, the lease is lost or something fails. With once it ends when no row
-// waits.
+// publish works until ctx ends, the lease is lost or something fails. Then it releases the lease. With
+// once it ends when no row waits.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.publishShard(ctx)
-	if p.restarts = p.shouldRestart(ctx, err); p.restarts {
-		return err
-	}
 	if !errors.Is(err, errLeaseLost) {
 		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
 		defer cancel()
@@ -96,6 +92,7 @@ func (p *publisher) publishShard(ctx context.Context) error {
 	storing, stopStoring := context.WithCancel(work)
 
 	group.Go(func() error { return p.lease.watch(keeping) })
+	group.Go(func() error { return p.listen(keeping) })
 	group.Go(func() error {
 		select {
 		case err := <-p.lost:
@@ -114,7 +111,11 @@ func (p *publisher) publishShard(ctx context.Context) error {
 		return errors.Join(err, group.Wait())
 	}
 	if t, ok := p.target.(*toTransactions); ok {
-		defer t.abort(ctx)
+		defer func() {
+			if err := t.abort(ctx); err != nil {
+				t.say.warn(ctx, "a transaction was left open; the next publisher of the shard aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
+			}
+		}()
 	}
 	group.Go(func() error { return p.storeProgress(storing) })
 	if !p.once {
@@ -246,10 +247,6 @@ func (p *publisher) acknowledged(rows []*row) {
 		return
 	}
 	p.worked.Store(true)
-	p.outlet.answered()
-	if !p.alone.Load() { // rows that were alone are acknowledged later than they were taken
-		p.took(rows...)
-	}
 	p.tellDelivered(rows)
 }
 

@@ -27,27 +27,24 @@ INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT
 // beatSQL registers this replica as alive and renews the leases that it holds. $4 to $6 are their
 // shards and epochs, and the runs of the server that they were taken in; a lease that was released
 // concurrently has no owner. It returns one row for each shard: whether it was renewed, and which
-// topics are paused. $7 are the pauses that this replica obeys. $8 is how long ago the brokers, or
-// the sink, answered this replica (null: never). $9 and $10 are its state and its problem. The
-// other replicas decide by $8 to $10 which ones share the shards.
+// topics are paused. $7 are the pauses that this replica obeys. $8 and $9 are its state and its
+// problem. The other replicas decide by the state which ones share the shards.
 const beatSQL = `-- relay.beat
 WITH alive AS (
-  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until, obeys, reached_at, state, problem)
-  VALUES ($1, $2, clock_timestamp() + $3::interval, $7::text[]::uuid[], clock_timestamp() - $8::interval, $9, $10)
-  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until, obeys = excluded.obeys,
-    reached_at = excluded.reached_at, state = excluded.state, problem = excluded.problem
+  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until, obeys, state, problem)
+  VALUES ($1, $2, clock_timestamp() + $3::interval, $7::text[]::uuid[], $8, $9)
+  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until, obeys = excluded.obeys, state = excluded.state, problem = excluded.problem
 ), renewed AS (
   UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
   FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run)
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND mine.run = ` + serverRun + `
   RETURNING p.shard
 )
-SELECT r.shards, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
+SELECT r.shards, others.owners, others.states, s.shard::smallint, coalesce(p.owner, ''),
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
 CROSS JOIN LATERAL (SELECT coalesce(pg_catalog.array_agg(owner ORDER BY owner), '{}') AS owners,
-    coalesce(pg_catalog.array_agg(extract(epoch FROM clock_timestamp() - reached_at)::float8 ORDER BY owner), '{}') AS reached_ago,
     coalesce(pg_catalog.array_agg(coalesce(state, '') ORDER BY owner), '{}') AS states
   FROM effectonce.outbox_replicas
   WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
@@ -93,12 +90,6 @@ RETURNING relay, shard, epoch, shards, system_identifier, timeline
   SELECT relay, shard, n, made, tick, next_tick, seq, floor, published, journal_offset FROM known
 )
 SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, made, published, n, journal_offset FROM known`
-
-// resumeProgressSQL reads progress for a holder that does not know the outcome of its last write.
-const resumeProgressSQL = `-- relay.resume_progress
-SELECT w.advance, w.tick, w.next_tick, w.seq, w.floor, w.progress_epoch, w.published, w.journal_offset
-FROM effectonce.outbox_progress_now w WHERE w.relay = $2 AND w.shard = $3 AND w.epoch = $4 AND ` + here + `
-`
 
 // releaseSQL ends the lease now, so that another replica need not wait until it expires.
 const releaseSQL = `-- relay.release
@@ -477,11 +468,11 @@ FROM effectonce.outbox_scheduled f WHERE f.due_at = $1 AND f.place = $2 AND f.re
 type queries struct {
 	nextDue, promote, firstDue, setAside string
 
-	run, enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                              string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                                      string
-	moveToDead, removeDead, holdAgain                                                                                                                 string
-	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                         string
+	run, enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, prune string
+	lockStamps, foreign, restamp, rebase                                                                                                      string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                              string
+	moveToDead, removeDead, holdAgain                                                                                                         string
+	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                 string
 }
 
 // newQueries inserts run for the server's run: serverRun or hiddenRun. PostgreSQL rejects a function without permission even where a
@@ -492,7 +483,7 @@ func newQueries(schema, run string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL), firstDue: in(firstDueSQL), setAside: in(setAsideSQL),
 		run: in(runSQL), enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
-		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), prune: in(pruneSQL),
+		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),

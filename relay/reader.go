@@ -273,6 +273,7 @@ type row struct {
 	id      uuid.UUID
 	headers []byte // JSON text
 	created time.Time
+	was     Reason // of a row in outbox_dead
 }
 
 // rowOverheadBytes is the memory of a row in addition to its values: the row, its record, two

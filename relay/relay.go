@@ -35,9 +35,9 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	clientLog   kgo.Logger // of the caller's options; nil: none
-	placing     kgo.Opt    // places records in the partition that their row requests
-	suspects    suspects
+	clientLog   kgo.Logger             // of the caller's options; nil: none
+	placing     kgo.Opt                // places records in the partition that their row requests
+	careful     [shardsMax]carefulRows // see publishEach
 	topicMemory topicMemory
 	wake        wake
 	paused      atomic.Pointer[pausedSet] // as of the last poll
@@ -46,7 +46,6 @@ type Relay struct {
 	slotWaits   map[int16]time.Time       // since when a lock keeps a slot; used only by the goroutine that runs tidy
 	overdue     atomic.Int64              // calls of the sink that continue although their context has ended
 	hung        atomic.Int64              // shards whose worker hangs
-	outlet      outlet
 	say         sayings
 }
 
@@ -115,21 +114,22 @@ func (r *Relay) Run(ctx context.Context) error {
 		if ctx.Err() == nil && !unreachable(err) {
 			return err
 		}
-		pause.For(ctx, r.interrupted(ctx, err, trouble))
+		wait := backoff(trouble)
+		r.interrupted(ctx, err, wait)
+		pause.For(ctx, wait)
 	}
 	return nil
 }
 
-// interrupted logs the failure and returns how long to wait before the next attempt.
-func (r *Relay) interrupted(ctx context.Context, err error, trouble int) time.Duration {
-	wait := backoff(trouble)
-	if ctx.Err() == nil {
-		r.say.warn(ctx, "relay interrupted; it continues from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
-		if r.cfg.Hooks.Interrupted != nil {
-			r.cfg.Hooks.Interrupted(err)
-		}
+// interrupted reports a failure after which the relay tries again.
+func (r *Relay) interrupted(ctx context.Context, err error, wait time.Duration) {
+	if ctx.Err() != nil {
+		return
 	}
-	return wait
+	r.say.warn(ctx, "relay interrupted; it continues from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+	if r.cfg.Hooks.Interrupted != nil {
+		r.cfg.Hooks.Interrupted(err)
+	}
 }
 
 // check returns an error for what waiting cannot fix.

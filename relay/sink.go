@@ -104,7 +104,7 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 		case !errors.As(err, &final) || len(todo) == 0:
 			return fmt.Errorf("hand rows to the sink: %w", fromOutlet(err))
 		default:
-			a.give(todo[0], ReasonRefused, verdict(err))
+			a.give(todo[0], ReasonRefused, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
 			todo, records = a.withoutHeld(todo[1:], records[1:])
 		}
 	}

@@ -3,7 +3,6 @@ package relay
 import (
 	"context"
 	"errors"
-	"slices"
 	"strings"
 	"time"
 
@@ -16,25 +15,37 @@ import (
 // acknowledgements.
 type toKafka struct{ *publisher }
 
-func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
-	suspect := t.anySuspect(a.rows)
-	if !suspect && !a.released && len(a.dead) == 0 {
+func (t toKafka) publish(work, ctx context.Context, a *attempt) error {
+	if t.careful[t.lease.shard].of(a.released).Load() > 0 {
+		return t.publishEach(work, ctx, a, t)
+	}
+	if !a.released && len(a.dead) == 0 {
 		t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
 		return nil
 	}
 	// Progress must not pass a dead row before that row is in outbox_dead, and later rows must not
 	// overtake released rows. So everything produced before is acknowledged first.
-	if suspect {
-		if err := t.sendEach(ctx, a); err != nil {
-			return err
-		}
-	} else {
-		t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes})
-	}
+	t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes, released: a.released})
 	if err := t.flight.settled(ctx); err != nil {
 		return err
 	}
 	return t.conclude(ctx, a)
+}
+
+func (t toKafka) one(ctx context.Context, record *kgo.Record) error { return t.produceOne(ctx, record) }
+
+func (t toKafka) withdraw(context.Context) (bool, error) { return false, nil }
+
+func (t toKafka) taken(_, ctx context.Context, a *attempt, r *row) error {
+	t.flight.add(&batch{rows: []*row{r}, end: a.upTo(r)})
+	if a.released {
+		return t.dead.remove(ctx, []int64{r.seq})
+	}
+	return nil
+}
+
+func (t toKafka) bury(_, ctx context.Context, a *attempt, dead []deadRow, end cursor) error {
+	return t.conclude(ctx, &attempt{dead: dead, end: end, released: a.released})
 }
 
 func (t toKafka) afterPage(_, _ context.Context, _ bool) error { return nil }
@@ -62,10 +73,11 @@ func (p *publisher) send(b *batch) {
 	p.flight.add(b)
 	promise := func(record *kgo.Record, err error) {
 		if err != nil {
-			if p.note(record.Topic, err, false) != "" {
-				p.suspect(b.rows[slices.Index(b.records, record)].seq)
+			reason := p.note(record.Topic, err, false)
+			if err = produceError(record.Topic, err); reason != "" {
+				p.careful[p.lease.shard].of(b.released).CompareAndSwap(0, p.flight.unstored())
+				err = &refused{err}
 			}
-			err = produceError(record.Topic, err)
 		}
 		p.flight.settle(b, err)
 	}
@@ -81,119 +93,6 @@ func (p *publisher) send(b *batch) {
 	crashpoint.Here(crashpoint.RelayProduced)
 }
 
-// sendEach produces rows one by one and waits for each acknowledgement, to find the row that Kafka
-// refuses. In an outage it concludes what precedes the first refused row. The rows that an operator
-// released wait then for the next look; the others wait for the brokers.
-func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
-	if err := p.flight.settled(ctx); err != nil {
-		return err
-	}
-	p.alone.Store(true)
-	defer p.alone.Store(false)
-	tried, records := a.rows, a.records
-	a.rows, a.records = a.rows[:0:0], a.records[:0:0]
-	open, err := p.sendAlone(ctx, a, tried, records)
-	switch {
-	case open == nil && err != nil:
-		return err
-	case open == nil:
-		p.flight.add(&batch{rows: a.rows})
-		p.clearSuspects(tried)
-		return nil
-	case !a.released:
-		if p.probe(ctx, a.end) {
-			err = &refusedAlone{errTaken}
-		}
-		a.rows = slices.DeleteFunc(a.rows, func(r *row) bool { return r.seq > open.seq })
-		a.dead = slices.DeleteFunc(a.dead, func(d deadRow) bool { return d.row.seq > open.seq })
-		a.end = a.upTo(&row{seq: open.seq - 1})
-	}
-	p.flight.add(&batch{rows: a.rows})
-	p.clearSuspects(a.rows)
-	if a.released {
-		p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", err)
-		return nil
-	}
-	if len(a.rows)+len(a.dead) > 0 {
-		err = errors.Join(p.conclude(ctx, a), err)
-	}
-	return err
-}
-
-// sendAlone produces rows one by one. A refused row is open, together with the later rows of its key,
-// until the brokers take another row; then it is tried again. In an outage sendAlone returns the first
-// open row and the refusal.
-func (p *publisher) sendAlone(ctx context.Context, a *attempt, rows []*row, records []*kgo.Record) (open *row, err error) {
-	var openRows []*row
-	var openRecords []*kgo.Record
-	var refusal error
-	keys := map[topicKey]bool{}
-	for i, r := range rows {
-		if a.held(r) {
-			a.give(r, ReasonBehind, errBehind)
-			continue
-		}
-		if r.key == nil || !keys[keyOf(r)] {
-			err := p.produceOne(ctx, records[i])
-			reason := p.note(records[i].Topic, err, true)
-			switch {
-			case err == nil:
-				a.rows, a.records = append(a.rows, r), append(a.records, records[i])
-				p.took(r)
-				if open, err := p.sendAlone(ctx, a, openRows, openRecords); err != nil {
-					return open, err
-				}
-				openRows, openRecords = nil, nil
-				clear(keys)
-				continue
-			case reason == "":
-				return nil, produceError(records[i].Topic, err)
-			case p.atFault(r, reason):
-				a.give(r, reason, verdict(err))
-				continue
-			}
-			refusal, keys[keyOf(r)] = err, true
-		}
-		openRows, openRecords = append(openRows, r), append(openRecords, records[i])
-	}
-	switch {
-	case len(openRows) == 0:
-		return nil, nil
-	case p.outage():
-		return openRows[0], outageError(openRecords[0].Topic, refusal)
-	}
-	p.blame(openRows)
-	return p.sendAlone(ctx, a, openRows, openRecords)
-}
-
-// probe looks for a row behind a page that the brokers take, in its place in its key. It ends the streak:
-// if the page's progress lies within a batch, no retry of the page reads the rows of later batches.
-func (p *publisher) probe(ctx context.Context, end cursor) bool {
-	page := p.reader.behind(ctx, end)
-	a, err := p.try(ctx, page, cursor{}, cursor{})
-	if err != nil {
-		return false
-	}
-	for i, r := range a.rows {
-		if p.inStreak(r) {
-			continue
-		}
-		err := p.produceOne(ctx, a.records[i])
-		reason := p.note(a.records[i].Topic, err, true)
-		if err == nil {
-			p.took()
-			return true
-		}
-		if reason != "" {
-			p.atFault(r, reason)
-		}
-		if reason == "" || p.cfg.ExactlyOnce { // there the transaction is void
-			return false
-		}
-	}
-	return false
-}
-
 // produceOne produces a record and waits until it is acknowledged. The client's own ProduceSync
 // does not end with ctx once a broker has received the record and does not answer.
 func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
@@ -204,6 +103,7 @@ func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
 
 // answer waits for the result that a promise of the client sends.
 func (p *publisher) answer(ctx context.Context, done <-chan error) error {
+	defer p.flight.awaits()()
 	timer := time.NewTicker(signOfLifeEvery)
 	defer timer.Stop()
 	for {

@@ -3,7 +3,6 @@ package doctor
 import (
 	"context"
 	"fmt"
-	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
@@ -61,16 +60,9 @@ func (s *Status) unheld(of RelayStatus) string {
 	return fmt.Sprintf("rows wait and no replica holds its lease, though %d run: see the log of %q", len(alive), alive[0].Owner)
 }
 
-// waitsFor names the brokers, or the sink, that the replica cannot reach.
+// waitsFor says why the rows of a replica wait.
 func waitsFor(r *relays.Replica) string {
-	return fmt.Sprintf("rows wait for %s, which %q %s: make it reachable, then the relay publishes automatically (%s)", r.What(), r.Owner, lastReached(r), r.Problem)
-}
-
-func lastReached(r *relays.Replica) string {
-	if r.ReachedSeconds == nil {
-		return "has never reached"
-	}
-	return "reached " + age(*r.ReachedSeconds).Truncate(time.Second).String() + " ago"
+	return fmt.Sprintf("rows wait, since Kafka or the receiver takes none from %q (%s): make it reachable, then the relay publishes automatically", r.Owner, r.Problem)
 }
 
 // judgeReplicas reports replicas that cannot publish. A replica that waits while no rows do is a
@@ -81,7 +73,7 @@ func (s *Status) judgeReplicas() {
 		case r.Stuck():
 			s.Problems = append(s.Problems, fmt.Sprintf("relay %q: replica %q is stuck: restart it (%s)", r.Relay, r.Owner, r.Problem))
 		case r.Away():
-			s.Notes = append(s.Notes, fmt.Sprintf("relay %q: replica %q waits for %s, which it %s (%s)", r.Relay, r.Owner, r.What(), lastReached(&r), r.Problem))
+			s.Notes = append(s.Notes, fmt.Sprintf("relay %q: Kafka or the receiver takes no rows from replica %q (%s)", r.Relay, r.Owner, r.Problem))
 		}
 	}
 }

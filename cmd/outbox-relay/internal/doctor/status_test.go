@@ -34,8 +34,8 @@ func TestStatusIsJudged(t *testing.T) {
 		row   = "INSERT INTO effectonce.outbox (topic, created_at) VALUES ('t', clock_timestamp() - interval '5 minutes')"
 		live  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'somebody', clock_timestamp() + interval '1 hour', 3)"
 		over  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'somebody', clock_timestamp() - interval '1 second', 3)"
-		away  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, reached_at, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', clock_timestamp() - interval '125 seconds', 'kafka_away', 'unable to dial')"
-		stuck = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, reached_at, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', clock_timestamp(), 'stuck', 'shard 0')"
+		away  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', 'kafka_away', 'unable to dial')"
+		stuck = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', 'stuck', 'shard 0')"
 		old   = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour')"
 		gone  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state) VALUES ('default', 'somebody', clock_timestamp() - interval '1 second', 'kafka_away')"
 		dead  = "INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state) VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')"
@@ -51,9 +51,9 @@ func TestStatusIsJudged(t *testing.T) {
 		"rows and a relay":                {before: []string{row, live}},
 		"rows that no relay ever saw":     {before: []string{row}, problem: "never ran: start"},
 		"rows and a lease that ran out":   {before: []string{row, over}, problem: "no replica runs: start"},
-		"a holder without Kafka":          {before: []string{row, live, away}, problem: "rows wait for Kafka, which \"somebody\" reached 2m"},
-		"no holder, no Kafka":             {before: []string{row, over, away}, problem: "rows wait for Kafka, which \"somebody\" reached 2m"},
-		"no holder ever, no Kafka":        {before: []string{row, away}, problem: "rows wait for Kafka"},
+		"a holder without Kafka":          {before: []string{row, live, away}, problem: "takes none from \"somebody\" (unable to dial)"},
+		"no holder, no Kafka":             {before: []string{row, over, away}, problem: "takes none from \"somebody\" (unable to dial)"},
+		"no holder ever, no Kafka":        {before: []string{row, away}, problem: "takes none from \"somebody\""},
 		"nothing waits for Kafka":         {before: []string{live, away}},
 		"no Kafka before it ended":        {before: []string{row, over, gone}, problem: "no replica runs: start"},
 		"a hung shard":                    {before: []string{row, over, stuck}, problem: "\"somebody\" is stuck: restart it"},

@@ -21,8 +21,7 @@ ORDER BY known.relay`
 
 // replicasSQL lists the live processes, as they last described themselves.
 const replicasSQL = `-- relays.replicas
-SELECT relay, owner, coalesce(state, ''), coalesce(problem, ''),
-  CASE WHEN reached_at IS NOT NULL THEN greatest(extract(epoch FROM clock_timestamp() - reached_at), 0) END::float8
+SELECT relay, owner, coalesce(state, ''), coalesce(problem, '')
 FROM effectonce.outbox_replicas WHERE alive_until > clock_timestamp() ORDER BY relay, owner LIMIT $1`
 
 const settingsSQL = `-- relays.settings

@@ -53,25 +53,14 @@ type Replica struct {
 	Owner string `json:"owner"`
 	// State is publishing, standing_by, kafka_away, sink_away or stuck; empty: it does not say.
 	State   string `json:"state"`
-	Problem string `json:"problem"` // why it is away or stuck
-	// ReachedSeconds is the time since the brokers, or the sink, last answered it. Null: never, or
-	// it did not report that.
-	ReachedSeconds *float64 `json:"reached_seconds"`
+	Problem string `json:"problem"` // why its rows wait
 }
 
-// Away reports whether rows cannot leave because their destination does not answer.
-func (r *Replica) Away() bool { return r.State == "kafka_away" || r.State == "sink_away" }
+// Away reports whether rows wait for the brokers or the receiver.
+func (r *Replica) Away() bool { return r.Problem != "" && !r.Stuck() }
 
 // Stuck reports whether one of its shards hangs.
 func (r *Replica) Stuck() bool { return r.State == "stuck" }
-
-// What names the destination of its rows.
-func (r *Replica) What() string {
-	if r.State == "sink_away" {
-		return "its sink"
-	}
-	return "Kafka"
-}
 
 // ReplicasMax bounds how many replicas are listed.
 const ReplicasMax = 1000

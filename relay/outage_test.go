@@ -162,6 +162,33 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 	}
 }
 
+// Property: many refused rows, one behind the other, cost the brokers a few requests each, and no row that
+// they take is published twice. Row O10 of guarantees.md.
+func TestManyRefusedRowsAreJudgedOnce(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var requests atomic.Int64
+		fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			requests.Add(1)
+			return nil, nil, false
+		})
+		poisoned(fake)
+		const rows = 60
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', CASE WHEN n > 60 THEN 'k'::bytea END, CASE WHEN n > 60 THEN convert_to(n::text, 'UTF8') ELSE 'poison' END
+			FROM generate_series(1, 70) n`)
+		stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
+		testwait.True(t, "all is published or dead", func() bool {
+			return dead(t, pool) == rows && one[int64](t, pool, `SELECT coalesce(max(published), 0) FROM effectonce.outbox_progress_now`) == 10
+		})
+		stop()
+		require.Len(t, valuesAt(t, fake, "orders"), 10)
+		require.Less(t, requests.Load(), int64(3*rows+50))
+	})
+}
+
 // Property: rows of several keys that are refused again after the brokers took another row are dead, and
 // rows of fewer keys are dead at once: nothing behind them waits for good, in their batch or later ones.
 // Row O10 of guarantees.md.

@@ -1,11 +1,8 @@
 package relay_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"fmt"
-	"log/slog"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -184,51 +181,6 @@ func TestFencedHolderBuriesNothing(t *testing.T) {
 		require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		require.Zero(t, dead(t, pool))
 	})
-}
-
-// Property: an error that says nothing about a record makes nothing dead: the relay waits, says
-// what the error is, and publishes everything when it is over. Row O31 of guarantees.md.
-func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
-	t.Parallel()
-	for exactly, reasons := range map[bool][]*kerr.Error{
-		false: {kerr.UnknownServerError, kerr.UnsupportedVersion},
-		true:  {kerr.TransactionAbortable},
-	} {
-		for _, why := range reasons {
-			t.Run(fmt.Sprint(why.Message, ", exactly once ", exactly), func(t *testing.T) {
-				t.Parallel()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				var refusals atomic.Int64
-				var repaired atomic.Bool
-				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-					if repaired.Load() {
-						return nil, nil, false
-					}
-					fake.KeepControl()
-					refusals.Add(1)
-					return refuse(request.(*kmsg.ProduceRequest), why), nil, true
-				})
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1'), ('orders', '2')`)
-				var said bytes.Buffer
-				r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))})
-				require.NoError(t, err)
-				stop := starts(t, r)
-				testwait.True(t, "it is refused again and again", func() bool { return refusals.Load() >= 4 })
-				require.Zero(t, dead(t, pool))
-				repaired.Store(true)
-				testwait.True(t, "all is published", func() bool {
-					return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) >= 2
-				})
-				stop()
-				require.Zero(t, dead(t, pool))
-				if kerr.IsRetriable(why) { // which the client does not report while it tries again
-					require.Contains(t, said.String(), "waiting for Kafka")
-				} else {
-					require.Contains(t, said.String(), why.Message)
-				}
-			})
-		}
-	}
 }
 
 // Property: a row that the relay moves behind a dead one is published also where an operator

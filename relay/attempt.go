@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"runtime/debug"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -42,8 +43,8 @@ type target interface {
 	// ctx ends when the relay must stop; work ends only when the work on the shard has failed.
 	publish(work, ctx context.Context, a *attempt) error
 	// afterPage is called after every read, including empty ones; it commits a transaction that is old
-	// enough.
-	afterPage(work, ctx context.Context, full bool) error
+	// enough. It returns when it must be called again at the latest.
+	afterPage(work, ctx context.Context, full bool) (time.Duration, error)
 	// store is called every ProgressEvery, from a goroutine of its own. It writes progress to the
 	// database.
 	store(ctx context.Context) error
@@ -165,6 +166,9 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 			continue
 		}
 		made, reason, err := p.record(ctx, maker, r, to[i])
+		if err != nil && reason == "" {
+			return err
+		}
 		if err != nil {
 			a.give(r, reason, err)
 			continue
@@ -175,7 +179,7 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 		}
 		a.rows, a.records = append(a.rows, r), append(a.records, made)
 	}
-	return p.topics.stale()
+	return nil
 }
 
 // record builds the record of a row, or returns why Kafka would refuse it. It returns neither if the
@@ -202,13 +206,14 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 	if err != nil {
 		return nil, ReasonBadPartition, err
 	}
-	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
-	reason, err := p.topics.judge(topic, message.RecordBytes())
-	if reason == ReasonTooLarge && p.topics.older(topic, limitRetry) && p.learn(ctx, []string{topic}) == nil {
-		reason, err = p.topics.judge(topic, message.RecordBytes()) // an old answer must not make a row dead
-	}
-	if err != nil {
-		return nil, reason, &blocked{topic, err}
+	if p.cfg.Sink == nil {
+		bytes := (&outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}).RecordBytes()
+		if reason, err := p.topics.judge(topic, bytes); err != nil {
+			return nil, reason, &blocked{topic, err}
+		}
+		if err := p.topics.fits(topic, bytes); err != nil {
+			return nil, "", err
+		}
 	}
 	if partition != nil {
 		if err := p.offers(ctx, topic, *partition); err != nil {
@@ -223,6 +228,9 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 }
 
 func (p *publisher) learnTopics(ctx context.Context, to []destination) error {
+	if p.cfg.Sink != nil {
+		return nil
+	}
 	var names []string
 	asked := map[string]bool{}
 	for i := range to {
@@ -283,12 +291,4 @@ func (p *publisher) chosen(ctx context.Context, r *row) (to destination, err err
 	}()
 	topic, ok := p.cfg.Topic(Message{ID: r.id, Topic: r.topic, Key: r.key, Payload: r.payload, Headers: headers})
 	return destination{p.cfg.TopicPrefix + topic, !ok}, nil
-}
-
-// waitingFor returns the topics in Kafka that rows of a topic in the outbox are known to wait for.
-func (p *publisher) waitingFor(topic string) []string {
-	if p.cfg.Topic == nil {
-		return []string{p.cfg.TopicPrefix + topic}
-	}
-	return p.topics.blockedOn(topic)
 }

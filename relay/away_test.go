@@ -118,7 +118,7 @@ func TestBrokersThatOnlyRefuseAreWaitedFor(t *testing.T) {
 			return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, short.Load()
 		})
 		for _, owner := range []string{"a", "b"} {
-			r, err := relay.New(pool, (&cut{}).options(fake), relay.Config{Owner: owner, Lease: 2 * time.Second, ExactlyOnce: exactly})
+			r, err := relay.New(pool, (&cut{}).options(fake), relay.Config{Owner: owner, Lease: 5 * time.Second, ExactlyOnce: exactly})
 			require.NoError(t, err)
 			starts(t, r)
 		}

@@ -51,6 +51,22 @@ type refused struct{ cause error }
 func (r *refused) Error() string { return r.cause.Error() }
 func (r *refused) Unwrap() error { return r.cause }
 
+// refused notes that Kafka refused a batch. If smaller batches may help, they are tried first.
+func (p *publisher) refused(b *batch, topic string, reason Reason) {
+	if reason == ReasonTooLarge {
+		largest := 0
+		for _, r := range b.rows {
+			largest = max(largest, r.bytes())
+		}
+		half := max(min(int(p.topics.batchBytes(topic)), b.bytes)/2, 1024)
+		p.batches.Store(topic, int32(half))
+		if half > largest {
+			return
+		}
+	}
+	p.careful[p.lease.shard].of(b.released).CompareAndSwap(0, p.flight.unstored())
+}
+
 // carefully is the state of publishEach.
 type carefully struct {
 	*publisher
@@ -117,7 +133,11 @@ func (c *carefully) decide(work, ctx context.Context, i int, r *row) error {
 		}
 	}
 	if refusal != nil {
-		c.a.give(r, reason, fmt.Errorf("%w: fix the cause and retry the row, or discard it", refusal))
+		remedy := "fix the cause"
+		if reason == ReasonTooLarge {
+			remedy = "raise max.message.bytes of the topic"
+		}
+		c.a.give(r, reason, fmt.Errorf("%w: %s and retry the row, or discard it", refusal, remedy))
 		return nil
 	}
 	c.a.rows = append(c.a.rows, r)
@@ -129,7 +149,7 @@ func (c *carefully) try(ctx context.Context, record *kgo.Record) (reason Reason,
 	if refusal = c.one(ctx, record); refusal == nil {
 		return "", nil, nil
 	}
-	if reason = c.note(record.Topic, refusal, true); reason == "" {
+	if reason = c.note(record.Topic, refusal); reason == "" {
 		return "", nil, produceError(record.Topic, refusal)
 	}
 	return reason, refusal, nil

@@ -11,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -32,9 +33,10 @@ type Config struct {
 	Shards int16
 	// ExactlyOnce writes records and progress in one Kafka transaction. Readers with
 	// isolation.level read_committed see each row once, whatever is killed. Rows become visible
-	// with the transaction, every TransactionMax or sooner. Default: at least once.
+	// with the transaction. Default: at least once.
 	ExactlyOnce bool
-	// TransactionMax bounds how long a transaction collects rows of a backlog. 1 ms to 10 s;
+	// TransactionMax bounds how long a transaction collects rows of a backlog; other rows are committed
+	// after half of it. Less means a shorter wait of readers, and more progress records. 1 ms to 10 s;
 	// default 200 ms.
 	TransactionMax time.Duration
 	// ProgressTopic is the compacted topic that holds progress with ExactlyOnce. The relay creates
@@ -81,6 +83,12 @@ type Config struct {
 	// PageRowsMax is how many rows one statement reads, and how many a Sink gets at once. 1 to
 	// 100,000; default 5,000, with a Sink 100.
 	PageRowsMax int
+	// RecordBytesMax is the largest record that the relay writes, in bytes: key, payload, headers and what
+	// Kafka adds, as in outbox.Config. A larger row is dead. It is also the size of a batch, as in
+	// max.message.bytes of topics and max.request.size of other producers; where a topic takes less,
+	// batches become smaller. 1 KiB to 90,000,000; default 1,048,588, Kafka's own. With a Sink it has no
+	// effect.
+	RecordBytesMax int
 	// InFlightBytesMax bounds the bytes of keys, payloads and headers in memory: rows that are read
 	// and not yet acknowledged. A single larger row is still published. 64 KiB to 4 GiB; default 32
 	// MiB.
@@ -194,6 +202,10 @@ func (c Config) withDefaults() (Config, error) {
 	c.PageRowsMax = cmp.Or(c.PageRowsMax, rows)
 	if c.PageRowsMax < 1 || c.PageRowsMax > 100_000 {
 		problems = append(problems, fmt.Errorf("PageRowsMax %d: want 1 to 100000", c.PageRowsMax))
+	}
+	c.RecordBytesMax = cmp.Or(c.RecordBytesMax, record.BytesDefault)
+	if c.RecordBytesMax < 1024 || c.RecordBytesMax > record.BytesMax {
+		problems = append(problems, fmt.Errorf("RecordBytesMax %d: want 1024 to %d", c.RecordBytesMax, record.BytesMax))
 	}
 	c.InFlightBytesMax = cmp.Or(c.InFlightBytesMax, 32<<20)
 	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {

@@ -251,7 +251,7 @@ func (l *deadLook) lookForReady(ctx context.Context) error {
 func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits []ready) error {
 	var names []string
 	for _, topic := range missing {
-		names = append(names, l.waitingFor(topic)...)
+		names = append(names, l.topics.waitingFor(topic)...)
 	}
 	if len(names) > 0 {
 		if err := l.learn(ctx, names); err != nil {
@@ -259,7 +259,7 @@ func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits [
 		}
 	}
 	for _, topic := range missing {
-		if !l.topics.released(topic, l.waitingFor(topic), l.cfg.Topic != nil) {
+		if !l.topics.released(topic, l.topics.waitingFor(topic)) {
 			continue
 		}
 		for _, w := range waits {

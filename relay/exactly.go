@@ -195,17 +195,22 @@ func (t *toTransactions) hand(b *batch) error {
 	return nil
 }
 
-// afterPage ends the transaction, unless more rows can be added and time is left.
-func (t *toTransactions) afterPage(work, ctx context.Context, full bool) error {
-	if full && time.Since(t.begun) < t.cfg.TransactionMax {
-		return nil
+// afterPage ends the transaction, unless time is left: the whole TransactionMax if more rows wait, else
+// half of it.
+func (t *toTransactions) afterPage(work, ctx context.Context, full bool) (time.Duration, error) {
+	most := t.cfg.TransactionMax
+	if !full && !t.once {
+		most /= 2
+	}
+	if left := most - time.Since(t.begun); left > 0 && (full || !t.once) {
+		return left, nil
 	}
 	if t.begun.IsZero() && t.journal.far(ctx, t.client) {
 		if err := t.open(); err != nil {
-			return err
+			return 0, err
 		}
 	}
-	return t.commit(work, ctx)
+	return t.cfg.PollMax, t.commit(work, ctx)
 }
 
 func (t *toTransactions) finish(work, ctx context.Context) error {

@@ -147,7 +147,7 @@ func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int6
 	}
 	defer r.giveBack(ctx, l)
 	p := newPublisher(r, l)
-	client, err := r.newClient(l, p.topics)
+	client, err := r.newClient(l)
 	if err != nil {
 		return 0, err
 	}

@@ -123,7 +123,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	}
 	// A session that has the row locked must not keep this replica from renewing the leases that it
 	// holds.
-	taking, stop := context.WithTimeout(asking, r.takeMax())
+	taking, stop := r.answered(ctx, r.takeMax())
 	defer stop()
 	asked := time.Now()
 	var from int64

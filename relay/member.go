@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"sync"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -91,7 +93,8 @@ func (m *member) participate(ctx context.Context) error {
 		for w := range ended {
 			_ = m.reap(ctx, w)
 		}
-		m.leave(ctx)
+		m.describe("stopped", nil, nil)
+		m.leave(ctx, true)
 	}()
 	if err := m.enroll(ctx); err != nil {
 		return err
@@ -160,12 +163,15 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	m.comesBack(ctx)
 	leases, how := m.inspectWorkers(ctx), m.report()
 	s, err := m.beat(ctx, leases, how)
+	shards := slices.Sorted(maps.Keys(m.workers))
 	if err != nil {
+		m.describe("database_away", err, shards)
 		if ctx.Err() == nil {
 			m.say.warn(ctx, silentDatabase, "relay", m.cfg.Name, "error", err)
 		}
 		return nil
 	}
+	m.describe(how.state, how.why, shards)
 	m.say.over(ctx, silentDatabase, "the database answers again", "relay", m.cfg.Name)
 	m.confirmed = s.obeyed
 	for shard, w := range m.workers {
@@ -202,11 +208,16 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	for i, l := range leases {
 		shards[i], epochs[i], runs[i] = l.shard, l.epoch, l.cluster.run
 	}
-	ctx, cancel := context.WithTimeout(ctx, r.cfg.Lease)
+	ctx, cancel := r.answered(ctx, r.cfg.Lease)
 	defer cancel()
+	var problem *string
+	if how.why != nil {
+		text := bounds.ErrorText(how.why)
+		problem = &text
+	}
 	asked := time.Now()
 	s := &standing{obeyed: how.obeyed}
-	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, how.state, how.problem)
+	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, how.state, problem)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
@@ -235,6 +246,25 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 		}
 	}
 	return s, nil
+}
+
+// answered is the context of a statement that takes or renews leases: a stop waits a moment for its
+// answer. The server could execute an interrupted one after the leases are released.
+func (r *Relay) answered(ctx context.Context, most time.Duration) (context.Context, context.CancelFunc) {
+	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), most)
+	lasting, stop := outlast(limited, ctx, time.Second)
+	return lasting, func() { stop(); cancel() }
+}
+
+// outlast returns a context that ends with base, and some time after ctx.
+func outlast(base, ctx context.Context, by time.Duration) (context.Context, context.CancelFunc) {
+	lasting, cancel := context.WithCancel(base)
+	stop := context.AfterFunc(ctx, func() {
+		if pause.For(lasting, by) {
+			cancel()
+		}
+	})
+	return lasting, func() { stop(); cancel() }
 }
 
 // shed releases shards above the quota cleanly: it waits for rows in flight.
@@ -286,6 +316,10 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 		w.publisher.patience <<= min(t.times, patienceGrows)
 	}
 	m.workers[l.shard] = w
+	if most, need := int(m.pool.Config().MaxConns), 2+2*len(m.workers); most < need {
+		m.say.warn(ctx, "the pool has fewer connections than the relay needs: statements wait for each other, and leases may be lost: raise pool_max_conns (--max-connections)",
+			"relay", m.cfg.Name, "connections", most, "needed", need, "shards", len(m.workers))
+	}
 	m.tell(l.shard, true)
 	if l.shard == 0 {
 		group.Go(func() { m.promote(working) })
@@ -371,11 +405,12 @@ const (
 	pruneRowsMax = 10_000
 )
 
-// leave removes the replica from the list, so that the others need not wait for it.
-func (r *Relay) leave(ctx context.Context) {
+// leave removes the replica from the list, so that the others need not wait for it. ended: it publishes
+// nothing any more.
+func (r *Relay) leave(ctx context.Context, ended bool) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
 	defer cancel()
-	if _, err := r.pool.Exec(ctx, r.sql.leave, r.cfg.Name, r.cfg.Owner); err != nil {
+	if _, err := r.pool.Exec(ctx, r.sql.leave, r.cfg.Name, r.cfg.Owner, ended); err != nil {
 		r.say.warn(ctx, "replica could not be removed from the list; it expires by itself", "relay", r.cfg.Name, "error", err)
 	}
 }

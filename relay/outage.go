@@ -9,7 +9,6 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kadm"
 
-	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -24,7 +23,7 @@ import (
 type Checker interface {
 	Sink
 	// Check makes a cheap request to the receiver, and returns an error if no answer came. ctx ends
-	// after a quarter of a Lease. Check is called at the same time as Publish.
+	// after half a Lease, 2 s at least and 10 s at most. Check is called at the same time as Publish.
 	Check(ctx context.Context) error
 }
 
@@ -87,7 +86,7 @@ func (p *publisher) listen(ctx context.Context) error {
 
 // checkMax bounds reach.
 func (c *Config) checkMax() time.Duration {
-	return min(max(c.Lease/4, 500*time.Millisecond), 10*time.Second)
+	return min(max(c.Lease/2, 2*time.Second), 10*time.Second)
 }
 
 // canReach reports whether reach asks anything.
@@ -104,7 +103,7 @@ func (r *Relay) reach(ctx context.Context) error {
 	if checker, ok := r.cfg.Sink.(Checker); ok {
 		return checker.Check(ctx)
 	}
-	client, err := r.newClient(nil, nil)
+	client, err := r.newClient(nil)
 	if err != nil {
 		return err
 	}
@@ -196,9 +195,9 @@ const (
 
 // report is the status that a replica stores with each beat.
 type report struct {
-	obeyed  []string // pauses
-	state   string
-	problem *string
+	obeyed []string // pauses
+	state  string
+	why    error // rows wait
 }
 
 // publishing is the report of a replica that publishes under some leases.
@@ -215,10 +214,10 @@ func (m *member) report() report {
 		leases = append(leases, w.lease)
 	}
 	how := m.publishing(leases...)
-	why := m.problem()
+	how.why = m.problem()
 	switch {
 	case m.stuck > 0:
-		why = fmt.Errorf("%d shards make no progress: see the log of the replica, and restart it", m.stuck)
+		how.why = fmt.Errorf("%d shards make no progress: see the log of the replica, and restart it", m.stuck)
 		how.state = stateStuck
 	case m.isAway() && m.cfg.Sink == nil:
 		how.state = stateKafkaAway
@@ -226,10 +225,6 @@ func (m *member) report() report {
 		how.state = stateSinkAway
 	case len(m.workers) == 0:
 		how.state = stateStandingBy
-	}
-	if why != nil {
-		text := bounds.ErrorText(why)
-		how.problem = &text
 	}
 	return how
 }

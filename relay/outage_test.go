@@ -276,7 +276,8 @@ func TestKafkaAwayForLong(t *testing.T) {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT 'orders', 'k', convert_to(n::text, 'UTF8'), clock_timestamp() - interval '3 hours'
 				FROM generate_series($1::int, least($1::int + 499, $2::int - 1)) n`, from, rows)
 		}
-		testwait.True(t, "it says so", func() bool { return describe(t, pool) == "a kafka_away" })
+		testwait.True(t, "it says so", func() bool { return describe(t, pool) == "a kafka_away" && r.Status().State == "kafka_away" })
+		require.Contains(t, r.Status().Problem, "broker is away")
 		require.Zero(t, dead(t, pool))
 		require.Len(t, valuesAt(t, fake, "orders"), 1)
 		backlog, err := outbox.ReadBacklog(ctx, pool)

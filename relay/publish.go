@@ -3,6 +3,7 @@ package relay
 import (
 	"context"
 	"errors"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -34,6 +35,7 @@ type publisher struct {
 	worked   atomic.Bool     // rows were acknowledged, or none waited
 	napper   *nap.Napper     // used by loop
 	valid    context.Context // of all records; ends when what is in flight is void
+	refusing sync.Once       // see refused
 	alone    atomic.Bool     // rows are produced one by one, so that nothing is behind one that fails
 }
 
@@ -71,7 +73,7 @@ func (p *publisher) publish(ctx context.Context) error {
 
 func (p *publisher) publishShard(ctx context.Context) error {
 	if p.cfg.Sink == nil {
-		client, err := p.newClient(p.lease, p.topics, p.renewal()...)
+		client, err := p.newClient(p.lease, p.producing()...)
 		if err != nil {
 			return err
 		}
@@ -193,7 +195,8 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		if len(read.page.rows) == 0 && p.flight.state().pages == 0 {
 			p.worked.Store(true)
 		}
-		if err := p.target.afterPage(work, ctx, read.page.full); err != nil {
+		due, err := p.target.afterPage(work, ctx, read.page.full)
+		if err != nil {
 			return err
 		}
 		switch {
@@ -202,7 +205,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		case p.once && read.complete && len(read.page.rows) == 0:
 			return nil
 		}
-		p.sleep(ctx, p.reader.pace.wait, read.woken)
+		p.sleep(ctx, min(due, p.reader.pace.wait), read.woken)
 	}
 	return nil
 }

@@ -55,8 +55,10 @@ LEFT JOIN effectonce.outbox_progress p ON p.relay = r.relay AND p.shard = s.shar
 WHERE r.relay = $1
 ORDER BY s.shard`
 
-// leaveSQL removes a replica from the list, and replicas that died an hour ago or more.
+// leaveSQL removes a replica from the list, and replicas that died an hour ago or more. With $3 it
+// releases what the replica may still hold: a stop can interrupt a statement that takes a lease.
 const leaveSQL = `-- relay.leave
+WITH released AS (UPDATE effectonce.outbox_progress SET lease_until = NULL, owner = NULL WHERE relay = $1 AND owner = $2 AND $3)
 DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive_until < clock_timestamp() - interval '1 hour')`
 
 // acquireSQL takes a lease that is free or expired, on the database's clock, and begins a new

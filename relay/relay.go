@@ -35,18 +35,21 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	clientLog   kgo.Logger             // of the caller's options; nil: none
-	placing     kgo.Opt                // places records in the partition that their row requests
-	careful     [shardsMax]carefulRows // see publishEach
-	topicMemory topicMemory
-	wake        wake
-	paused      atomic.Pointer[pausedSet] // as of the last poll
-	patience    time.Duration             // limit of a statement
-	newest      atomic.Pointer[cluster]   // the newest cluster on which this process held a lease
-	slotWaits   map[int16]time.Time       // since when a lock keeps a slot; used only by the goroutine that runs tidy
-	overdue     atomic.Int64              // calls of the sink that continue although their context has ended
-	hung        atomic.Int64              // shards whose worker hangs
-	say         sayings
+	clientLog     kgo.Logger             // of the caller's options; nil: none
+	placing       kgo.Opt                // places records in the partition that their row requests
+	careful       [shardsMax]carefulRows // see publishEach
+	uncompressed  atomic.Bool            // brokers refused compressed batches
+	refusedWrites sync.Map               // topic → when brokers refused to let the relay write to it
+	batches       sync.Map               // topic → size of batches, where a batch was refused for its size
+	wake          wake
+	paused        atomic.Pointer[pausedSet] // as of the last poll
+	patience      time.Duration             // limit of a statement
+	status        atomic.Pointer[Status]
+	newest        atomic.Pointer[cluster] // the newest cluster on which this process held a lease
+	slotWaits     map[int16]time.Time     // since when a lock keeps a slot; used only by the goroutine that runs tidy
+	overdue       atomic.Int64            // calls of the sink that continue although their context has ended
+	hung          atomic.Int64            // shards whose worker hangs
+	say           sayings
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby. Rows become visible there in
@@ -74,9 +77,9 @@ type execer interface {
 }
 
 // New returns a relay, or all problems of its configuration at once. It opens no connection. The
-// caller keeps ownership of the pool; four connections are enough. The kafka options say how to
-// reach the brokers (seeds, TLS, SASL, compression). The relay sets acks=all and idempotent
-// production, and no option can weaken them. With Config.Sink, kafka is nil.
+// caller keeps ownership of the pool. Run needs two connections, and two for each shard that it
+// publishes. The kafka options say how to reach the brokers (seeds, TLS, SASL, compression). The relay
+// sets acks=all and idempotent production, and no option can weaken them. With Config.Sink, kafka is nil.
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
@@ -85,7 +88,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go only to the sink: remove one of the two"))
 		}
-	} else if client, clientErr := r.newClient(nil, nil); clientErr != nil {
+	} else if client, clientErr := r.newClient(nil); clientErr != nil {
 		err = errors.Join(err, clientErr)
 	} else {
 		r.clientLog, _ = client.OptValue(kgo.WithLogger).(kgo.Logger)
@@ -114,6 +117,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		if ctx.Err() == nil && !unreachable(err) {
 			return err
 		}
+		r.describe("database_away", err, nil)
 		wait := backoff(trouble)
 		r.interrupted(ctx, err, wait)
 		pause.For(ctx, wait)
@@ -182,6 +186,33 @@ func unreachable(err error) bool {
 		errors.Is(err, context.DeadlineExceeded) || pgconn.SafeToRetry(err)
 }
 
+// Status is what a replica does, as of its last beat, which is at most 2.5 s ago.
+type Status struct {
+	At    time.Time // of the beat; zero: Run has not begun
+	Owner string
+	// State is starting, publishing, standing_by, kafka_away, sink_away, stuck, database_away or
+	// stopped; see docs/reference/schema.md, outbox_replicas.
+	State   string
+	Problem string  // why rows wait; empty: nothing is wrong
+	Shards  []int16 // that the replica publishes, in order
+}
+
+// Status returns what this replica does. It is safe at any time.
+func (r *Relay) Status() Status {
+	if s := r.status.Load(); s != nil {
+		return *s
+	}
+	return Status{Owner: r.cfg.Owner, State: "starting"}
+}
+
+func (r *Relay) describe(state string, problem error, shards []int16) {
+	s := &Status{At: time.Now(), Owner: r.cfg.Owner, State: state, Shards: shards}
+	if problem != nil {
+		s.Problem = bounds.ErrorText(problem)
+	}
+	r.status.Store(s)
+}
+
 // Drain publishes until no row waits and returns the number of published rows. It is the
 // single-step form of Run, for tests and cron jobs. It returns ErrLeaseHeld if another replica
 // holds a shard.
@@ -196,7 +227,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer r.leave(ctx)
+	defer r.leave(ctx, false)
 	if err := r.checkSequences(ctx); err != nil { // before rows are inserted
 		return 0, err
 	}
@@ -225,7 +256,8 @@ func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, e
 		}
 		n, err := r.drain(ctx, lease)
 		published += n
-		if !errors.Is(err, errLimitsChanged) {
+		var batch *refused
+		if !errors.Is(err, errLimitsChanged) && !errors.As(err, &batch) {
 			return published, err
 		}
 	}

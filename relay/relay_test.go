@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -121,6 +123,44 @@ func TestRecordIsTheRow(t *testing.T) {
 	assert.Equal(t, []string{id.String()}, header(records[0], "message-id"))
 	assert.Equal(t, []string{"2020-01-02T03:04:05.678901Z"}, header(records[0], "occurred-at"))
 	assert.WithinDuration(t, time.Now(), records[0].Timestamp, time.Hour)
+}
+
+// Property: an embedded relay says what it does, and that its pool is too small for its shards.
+func TestStatusSaysWhatTheReplicaDoes(t *testing.T) {
+	t.Parallel()
+	var said lockedBuffer
+	r := newRelay(t, pgtest.Pool(t), relay.Config{Owner: "a", Shards: 100, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+	require.Equal(t, relay.Status{Owner: "a", State: "starting"}, r.Status())
+	stop := starts(t, r)
+	testwait.True(t, "it publishes", func() bool { return r.Status().State == "publishing" && len(r.Status().Shards) == 100 })
+	stop()
+	require.Equal(t, "stopped", r.Status().State)
+	require.Contains(t, said.String(), "raise pool_max_conns")
+}
+
+// Property: a topic that is not there is created by brokers that may do so if the options say so; else the
+// row says why it waits.
+func TestTopicsAreCreatedOnlyWhereTheOptionsSaySo(t *testing.T) {
+	t.Parallel()
+	either(t, "not", "created", func(t *testing.T, created bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.AllowAutoTopicCreation())
+		opts := []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}
+		if created {
+			opts = append(opts, kgo.AllowAutoTopicCreation())
+		}
+		r, err := relay.New(pool, opts, relay.Config{})
+		require.NoError(t, err)
+		starts(t, r)
+		insert(t, pool, "new", "k", "1")
+		if created {
+			testwait.True(t, "it is published", func() bool { return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == 1 })
+			require.Equal(t, []string{"1"}, valuesAt(t, fake, "new"))
+			return
+		}
+		testwait.True(t, "it waits", func() bool { return dead(t, pool) == 1 })
+		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead`), "AllowAutoTopicCreation")
+	})
 }
 
 // Property: a row whose transaction commits after later rows were published is published, once. Row
@@ -237,14 +277,15 @@ func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
 		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000")
 		r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 		insert(t, pool, topic, "big", "0")
-		insert(t, pool, topic, "big", strings.Repeat("x", 6000))
+		large := incompressible(6000)
+		insert(t, pool, topic, "big", large)
 		insert(t, pool, topic, "big", "2")
 		insert(t, pool, topic, "small", "s")
 		drain(t, r)
 		insert(t, pool, topic, "big", "3")
 		// Many rows that fit alone must not be refused as one batch that does not.
 		for range 20 {
-			insert(t, pool, topic, "small", strings.Repeat("y", 4000))
+			insert(t, pool, topic, "small", incompressible(4000))
 		}
 		drain(t, r)
 		require.Equal(t, []string{"0"}, keyed(t, topic, "big"))
@@ -267,7 +308,7 @@ func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
 		require.NoError(t, err)
 		drain(t, r)
 		require.Zero(t, dead(t, pool))
-		require.Equal(t, []string{"0", strings.Repeat("x", 6000), "2", "3"}, keyed(t, topic, "big"))
+		require.Equal(t, []string{"0", large, "2", "3"}, keyed(t, topic, "big"))
 	})
 }
 

@@ -377,3 +377,17 @@ func TestWakeDuringALookIsNotLost(t *testing.T) {
 	testwait.True(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
 	stop()
 }
+
+// Property: a replica that is stopped at any moment, also while it takes a lease, leaves none behind.
+func TestStoppedReplicaHoldsNothing(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	for round := range 40 {
+		insert(t, pool, topic, "k", "1")
+		stop := starts(t, newRelay(t, pool, relay.Config{Shards: 5, Lease: time.Minute}))
+		must(t, pool, `SELECT pg_sleep($1)`, float64(round)/1000)
+		stop()
+		require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress WHERE lease_until IS NOT NULL`), round)
+		require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_replicas`))
+	}
+}

@@ -4,11 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -74,7 +74,9 @@ func (t toSink) publish(work, ctx context.Context, a *attempt) error {
 	return t.conclude(ctx, a)
 }
 
-func (t toSink) afterPage(_, _ context.Context, _ bool) error { return nil }
+func (t toSink) afterPage(_, _ context.Context, _ bool) (time.Duration, error) {
+	return t.cfg.PollMax, nil
+}
 
 func (t toSink) store(ctx context.Context) error { return t.storeAcked(ctx) }
 
@@ -138,11 +140,7 @@ func (t toSink) handOver(work, reading context.Context, rows []*row, records []*
 
 // callContext ends with the work, and at a stop after DrainMax.
 func (t toSink) callContext(work, reading context.Context) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(work, t.cfg.Lease)
-	stop := context.AfterFunc(reading, func() {
-		if pause.For(ctx, t.cfg.DrainMax) {
-			cancel()
-		}
-	})
+	limited, cancel := context.WithTimeout(work, t.cfg.Lease)
+	ctx, stop := outlast(limited, reading, t.cfg.DrainMax)
 	return ctx, func() { stop(); cancel() }
 }

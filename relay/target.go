@@ -48,7 +48,9 @@ func (t toKafka) bury(_, ctx context.Context, a *attempt, dead []deadRow, end cu
 	return t.conclude(ctx, &attempt{dead: dead, end: end, released: a.released})
 }
 
-func (t toKafka) afterPage(_, _ context.Context, _ bool) error { return nil }
+func (t toKafka) afterPage(_, _ context.Context, _ bool) (time.Duration, error) {
+	return t.cfg.PollMax, nil
+}
 
 func (t toKafka) store(ctx context.Context) error { return t.storeAcked(ctx) }
 
@@ -73,10 +75,10 @@ func (p *publisher) send(b *batch) {
 	p.flight.add(b)
 	promise := func(record *kgo.Record, err error) {
 		if err != nil {
-			reason := p.note(record.Topic, err, false)
+			reason := p.note(record.Topic, err)
 			if err = produceError(record.Topic, err); reason != "" {
-				p.careful[p.lease.shard].of(b.released).CompareAndSwap(0, p.flight.unstored())
 				err = &refused{err}
+				p.refusing.Do(func() { p.refused(b, record.Topic, reason) })
 			}
 		}
 		p.flight.settle(b, err)
@@ -134,12 +136,13 @@ type renewal struct {
 	renewed func()
 }
 
-// renewal returns what a client needs besides its options. A transaction is void after a failure.
-func (p *publisher) renewal() []kgo.Opt {
+// producing returns what a client needs besides its options. A transaction is void after a failure.
+func (p *publisher) producing() []kgo.Opt {
+	sizes := kgo.ProducerBatchMaxBytesFn(p.topics.batchBytes)
 	if p.cfg.ExactlyOnce {
-		return nil
+		return []kgo.Opt{sizes}
 	}
-	return []kgo.Opt{kgo.WithLogger(&renewal{p.clientLog, func() {
+	return []kgo.Opt{sizes, kgo.WithLogger(&renewal{p.clientLog, func() {
 		if p.alone.Load() {
 			return
 		}

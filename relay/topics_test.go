@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/base64"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -79,95 +78,34 @@ func deadReasons(t *testing.T, pool *pgxpool.Pool) []string {
 	return one[[]string](t, pool, `SELECT coalesce(array_agg(reason ORDER BY seq), '{}') FROM effectonce.outbox_dead`)
 }
 
-// Property: a row that its topic takes is published in its place whatever the brokers say when they
-// are asked for the topic's limit: one failure, none but failures, or a refusal.
-func TestUnknownLimitKillsNoRow(t *testing.T) {
-	t.Parallel()
-	for name, fault := range map[string]kfake.Fault{
-		"fails once":   {Err: kerr.UnknownServerError, Count: 1},
-		"fails always": {Err: kerr.UnknownServerError, Count: -1},
-		"is refused":   {Err: kerr.TopicAuthorizationFailed, Count: -1},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
-				topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "10000000")
-				fault := fault
-				fault.Keys = []kmsg.Key{kmsg.DescribeConfigs}
-				faults := fake.Fault(fault)
-				large := incompressible(3_000_000)
-				insert(t, pool, topic, "k", "before")
-				r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
-				require.EqualValues(t, 1, drain(t, r))
-				require.Positive(t, faults.Hits(), "the test's own premise")
-				insert(t, pool, topic, "k", "1")
-				insert(t, pool, topic, "k", large)
-				insert(t, pool, topic, "k", "2")
-				require.EqualValues(t, 3, drain(t, r))
-				require.Empty(t, deadReasons(t, pool))
-				found := keyedAt(t, fake, topic, "k")
-				if !exactly {
-					found = slices.Compact(found) // a page that starts over may repeat what Kafka took
-				}
-				require.Equal(t, []string{"before", "1", large, "2"}, found)
-			})
-		})
-	}
-}
-
-// Property: where the limit of a topic is not known Kafka judges: a row that it refuses is dead of
-// its size and holds its key, and everything else flows, before and after it.
-func TestKafkaJudgesWhereTheLimitIsUnknown(t *testing.T) {
+// Property: a row above RecordBytesMax is dead, and where a topic takes less Kafka judges: a row that it
+// refuses is dead of its size and holds its key, and everything else flows, before and after it, in
+// batches that are small enough. Row O11 of guarantees.md.
+func TestKafkaJudgesWhatItsTopicsTake(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
 		topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "1500000")
-		fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.DescribeConfigs}, Err: kerr.TopicAuthorizationFailed, Count: -1})
 		fits := incompressible(1_300_000)
 		insert(t, pool, topic, "k", "1")
 		insert(t, pool, topic, "k", incompressible(3_000_000))
 		insert(t, pool, topic, "k", "2")
 		insert(t, pool, topic, "l", fits)
-		var refused atomic.Int64
-		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Hooks: relay.Hooks{Interrupted: func(err error) {
-			if errors.Is(err, kerr.MessageTooLarge) {
-				refused.Add(1)
-			}
-		}}})
-		testwait.True(t, "the verdict", func() bool { return dead(t, pool) == 2 })
-		require.Equal(t, []string{"too_large", "behind"}, deadReasons(t, pool))
-		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'too_large'`), "MESSAGE_TOO_LARGE")
-		before := refused.Load()
+		insert(t, pool, topic, "n", incompressible(5_000_000))
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, RecordBytesMax: 4_000_000})
+		testwait.True(t, "the verdict", func() bool { return dead(t, pool) == 3 })
+		require.Equal(t, []string{"too_large", "behind", "too_large"}, deadReasons(t, pool))
+		errs := one[[]string](t, pool, `SELECT array_agg(error ORDER BY seq) FROM effectonce.outbox_dead WHERE reason = 'too_large'`)
+		require.Contains(t, errs[0], "MESSAGE_TOO_LARGE")
+		require.Contains(t, errs[1], "RecordBytesMax of the relay (--record-bytes-max) is 4000000")
 		// Many that fit must not be refused as one batch as large as the one that does not.
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, 'm', convert_to(repeat(md5(i::text), 1000), 'UTF8') FROM generate_series(1, 200) AS i`, topic)
 		testwait.True(t, "everything else flows", func() bool { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) >= 202 })
 		require.Equal(t, []string{"1"}, slices.Compact(keyedAt(t, fake, topic, "k")), "at least once")
 		require.Equal(t, []string{fits}, slices.Compact(keyedAt(t, fake, topic, "l")))
-		require.Equal(t, 2, dead(t, pool))
-		require.Equal(t, before, refused.Load(), "batches of others are refused")
+		require.Equal(t, 3, dead(t, pool))
 	})
-}
-
-// Property: a known limit counts as long as the brokers do not report another one, also for a new
-// client.
-func TestLastKnownLimitIsKept(t *testing.T) {
-	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
-	topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "2000000")
-	r := relayAt(t, pool, fake, relay.Config{})
-	insert(t, pool, topic, "k", "1")
-	drain(t, r)
-	fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.DescribeConfigs}, Err: kerr.UnknownServerError, Count: -1})
-	fits := incompressible(1_500_000)
-	insert(t, pool, topic, "k", fits)
-	insert(t, pool, topic, "k", incompressible(2_500_000))
-	drain(t, r)
-	require.Equal(t, []string{"1", fits}, keyedAt(t, fake, topic, "k"))
-	require.Equal(t, []string{"too_large"}, deadReasons(t, pool))
-	require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead`), "max.message.bytes of topic")
 }
 
 // rights is a cluster in which everybody may do everything, except what is denied.
@@ -393,7 +331,7 @@ func TestLargeRowsAreReadOnce(t *testing.T) {
 	var want int64
 	require.NoError(t, pool.QueryRow(t.Context(), `SELECT sum(octet_length(payload) + 100) FROM effectonce.outbox`).Scan(&want))
 
-	drain(t, newRelay(t, counted, relay.Config{InFlightBytesMax: 8 << 20}))
+	drain(t, newRelay(t, counted, relay.Config{InFlightBytesMax: 8 << 20, RecordBytesMax: 4 << 20}))
 	got := values(t, topic)
 	require.Len(t, got, 3250)
 	for i, value := range got {

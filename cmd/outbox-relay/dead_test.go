@@ -107,7 +107,7 @@ func TestRelayFollowsTheOperator(t *testing.T) {
 	inBackground(t, map[string]string{"DATABASE_URL": address, "KAFKA_BROKERS": strings.Join(kafkatest.Brokers(t), ",")}, "run", "--lease", "1m")
 	for _, payload := range []string{"a1", "a:big", "a2", "b:bad", "b2", "c1"} {
 		execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, headers) SELECT $1, convert_to(left($2, 1), 'UTF8'),
-			convert_to($2 || repeat('x', CASE WHEN $2 LIKE '%big' THEN 6000 ELSE 0 END), 'UTF8'), CASE WHEN $2 LIKE '%bad' THEN '{"n": {}}' ELSE '{}' END::jsonb`, topic, payload)
+			convert_to($2 || CASE WHEN $2 LIKE '%big' THEN (SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 250)) ELSE '' END, 'UTF8'), CASE WHEN $2 LIKE '%bad' THEN '{"n": {}}' ELSE '{}' END::jsonb`, topic, payload)
 	}
 	published := func(key string) (values []string) {
 		for _, record := range kafkatest.ReadAll(t, topic) {

@@ -210,7 +210,7 @@ func published(t *testing.T) (address, topic string) {
 // drain publishes all waiting rows.
 func drain(t *testing.T, address string) {
 	t.Helper()
-	r, err := relay.New(pool(t, address), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
+	r, err := relay.New(pool(t, address), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{RecordBytesMax: 4 << 20})
 	require.NoError(t, err)
 	_, err = r.Drain(t.Context())
 	require.NoError(t, err)

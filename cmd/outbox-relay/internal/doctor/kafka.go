@@ -101,7 +101,7 @@ func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema
 			continue
 		}
 		if config.Err != nil {
-			found = append(found, warn("topic "+config.Name, "grant DESCRIBE_CONFIGS on the topic: the relay then detects rows that are too large before Kafka refuses them", "its settings cannot be read: %v", config.Err))
+			found = append(found, warn("topic "+config.Name, "grant DESCRIBE_CONFIGS on the topic: doctor then compares its limits with the rows that wait", "its settings cannot be read: %v", config.Err))
 			continue
 		}
 		found = append(found, topic(config, wanted[config.Name], details[config.Name])...)

@@ -1,0 +1,107 @@
+package relay
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkaclient"
+)
+
+// transactionTimeout is how long the open transaction of a relay that died delays readers, if no
+// other replica publishes the shard.
+const transactionTimeout = 30 * time.Second
+
+// newClient makes a producer. The options that correctness needs come after the caller's options,
+// and so override them: idempotent, acks=all, no limit of retries or time, and no continuing after
+// lost sequence numbers.
+func (r *Relay) newClient(l *lease, more ...kgo.Opt) (*kgo.Client, error) {
+	opts := []kgo.Opt{
+		kgo.ProducerLinger(0), // the page is the batch
+		// A topic that was deleted must not fill the flight for long: the client finds out by the
+		// fifth answer in a row.
+		kgo.MetadataMinAge(500 * time.Millisecond),
+		kgo.SoftwareNameAndVersion("effectonce-relay", "v1"),
+	}
+	opts = append(opts, r.kafka...)
+	opts = append(opts,
+		kgo.RequiredAcks(kgo.AllISRAcks()),
+		kgo.RecordRetries(1<<31-1),
+		kgo.RecordDeliveryTimeout(0),
+		kgo.StopProducerOnDataLossDetected(),
+		// The relay bounds what is in flight by itself, in bytes.
+		kgo.MaxBufferedRecords(1<<31-1),
+		kgo.MaxBufferedBytes(0),
+	)
+	if codec, ok := codecs[r.cfg.Compression]; ok {
+		opts = append(opts, kgo.ProducerBatchCompression(codec, kgo.NoCompression()))
+	}
+	if r.uncompressed.Load() {
+		opts = append(opts, kgo.ProducerBatchCompression(kgo.NoCompression()))
+	}
+	if r.placing != nil {
+		opts = append(opts, r.placing)
+	}
+	if l != nil && r.cfg.ExactlyOnce {
+		opts = append(opts, kgo.TransactionalID(r.transactionalID(l)), kgo.TransactionTimeout(transactionTimeout))
+	}
+	client, err := kafkaclient.New(append(opts, more...)...)
+	if err != nil {
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
+	for problem, option := range map[string]any{
+		"DisableIdempotentWrite would lose the order of rows and duplicate them: remove it": client.OptValue(kgo.DisableIdempotentWrite),
+		"ManualFlushing would keep all rows in the client: remove it":                       client.OptValue(kgo.ManualFlushing),
+	} {
+		if set, ok := option.(bool); ok && set {
+			client.Close()
+			return nil, errors.New("kafka options: " + problem)
+		}
+	}
+	if id, ok := client.OptValue(kgo.TransactionalID).(string); ok && id != "" && l == nil {
+		client.Close()
+		return nil, errors.New("kafka options: TransactionalID is not allowed: remove it")
+	}
+	if write, ok := client.OptValue(kgo.BrokerMaxWriteBytes).(int32); ok && int(write) < r.cfg.RecordBytesMax+requestOverheadBytes {
+		client.Close()
+		return nil, fmt.Errorf("kafka options: BrokerMaxWriteBytes %d: want at least %d, which a record of RecordBytesMax takes", write, r.cfg.RecordBytesMax+requestOverheadBytes)
+	}
+	return client, nil
+}
+
+// requestOverheadBytes bounds the bytes of a request in addition to a batch: its header and the
+// name of the topic.
+const requestOverheadBytes = 1024
+
+// batchBytes is called by the client when it first produces to a topic, and has no effect later. It is
+// RecordBytesMax, unless a batch was refused for its size.
+func (t *topics) batchBytes(name string) int32 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	size, told := t.given[name]
+	if told {
+		return size
+	}
+	size = int32(t.cfg.RecordBytesMax)
+	if less, refused := t.batches.Load(name); refused {
+		size = less.(int32)
+	}
+	if name != "" { // else the client checks its options
+		t.given[name] = size
+	}
+	return size
+}
+
+// fits returns errLimitsChanged if a record is larger than the batches of this client.
+func (t *topics) fits(name string, bytes int) error {
+	if bytes <= int(t.batchBytes(name)) {
+		return nil
+	}
+	t.batches.Store(name, int32(bytes))
+	return errLimitsChanged
+}
+
+// errLimitsChanged requests a new client: batch sizes are fixed when a client first meets a topic.
+var errLimitsChanged = errors.New("a record is larger than the batches of its topic: starting over with a new client")

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 
 	"github.com/effectonce/effectonce/internal/pause"
 )
@@ -43,11 +44,12 @@ func fromOutlet(err error) error {
 
 // away reports whether an error means that the brokers, or the sink, do not take rows now: no
 // connection, no answer in time, no leader, too few replicas, or a refusal that an operator can
-// lift, such as missing rights. A transaction that the brokers ended because it took too long, or
-// that another replica fenced, also counts.
+// lift, such as missing rights. A transaction that the brokers ended because it took too long also
+// counts; one that another replica fenced does not.
 func away(err error) bool {
 	var marked *outletError
-	return errors.As(err, &marked) && !errors.Is(err, errLeaseLost)
+	fenced := errors.Is(err, kerr.ProducerFenced) || errors.Is(err, kerr.InvalidProducerEpoch)
+	return errors.As(err, &marked) && !fenced && !errors.Is(err, errLeaseLost)
 }
 
 // errUnacknowledged is why a shard waits while the client keeps trying.

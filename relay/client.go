@@ -51,24 +51,33 @@ func (r *Relay) newClient(l *lease, more ...kgo.Opt) (*kgo.Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
-	for problem, option := range map[string]any{
-		"DisableIdempotentWrite would lose the order of rows and duplicate them: remove it": client.OptValue(kgo.DisableIdempotentWrite),
-		"ManualFlushing would keep all rows in the client: remove it":                       client.OptValue(kgo.ManualFlushing),
-	} {
-		if set, ok := option.(bool); ok && set {
-			client.Close()
-			return nil, errors.New("kafka options: " + problem)
-		}
-	}
-	if id, ok := client.OptValue(kgo.TransactionalID).(string); ok && id != "" && l == nil {
+	if problem := r.unusable(client, l != nil); problem != "" {
 		client.Close()
-		return nil, errors.New("kafka options: TransactionalID is not allowed: remove it")
-	}
-	if write, ok := client.OptValue(kgo.BrokerMaxWriteBytes).(int32); ok && int(write) < r.cfg.RecordBytesMax+requestOverheadBytes {
-		client.Close()
-		return nil, fmt.Errorf("kafka options: BrokerMaxWriteBytes %d: want at least %d, which a record of RecordBytesMax takes", write, r.cfg.RecordBytesMax+requestOverheadBytes)
+		return nil, errors.New("kafka options: " + problem)
 	}
 	return client, nil
+}
+
+// unusable returns why the caller's options do not work.
+func (r *Relay) unusable(client *kgo.Client, ours bool) string {
+	is := func(option any) bool { set, ok := client.OptValue(option).(bool); return ok && set }
+	id, _ := client.OptValue(kgo.TransactionalID).(string)
+	retries, _ := client.OptValue(kgo.UnknownTopicRetries).(int64)
+	write, bounded := client.OptValue(kgo.BrokerMaxWriteBytes).(int32)
+	need := r.cfg.RecordBytesMax + requestOverheadBytes
+	switch {
+	case is(kgo.DisableIdempotentWrite):
+		return "DisableIdempotentWrite would lose the order of rows and duplicate them: remove it"
+	case is(kgo.ManualFlushing):
+		return "ManualFlushing would keep all rows in the client: remove it"
+	case id != "" && !ours:
+		return "TransactionalID is not allowed: remove it"
+	case retries < 0:
+		return "UnknownTopicRetries without a limit would let the rows of a deleted topic hold up all others: remove it"
+	case bounded && int(write) < need:
+		return fmt.Sprintf("BrokerMaxWriteBytes %d: want at least %d, which a record of RecordBytesMax takes", write, need)
+	}
+	return ""
 }
 
 // requestOverheadBytes bounds the bytes of a request in addition to a batch: its header and the

@@ -181,7 +181,7 @@ func TestEachStatementIsAllowed(t *testing.T) {
 	checked := 0
 	for part, files := range map[string][]string{
 		"publisher": {"outbox/queries.go"},
-		"relay":     {"relay/queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/metrics/queries.go", "cmd/outbox-relay/internal/monitor/queries.go", "cmd/outbox-relay/internal/doctor/queries.go"},
+		"relay":     {"relay/queries.go", "relay/dead_queries.go", "relay/scheduled_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/metrics/queries.go", "cmd/outbox-relay/internal/monitor/queries.go", "cmd/outbox-relay/internal/doctor/queries.go"},
 		"consumer":  {"consumer/queries.go", "dedup/queries.go", "dedup/fence_queries.go", "outbox/queries.go"},
 		"endpoint":  {"dedup/idempotency/queries.go"},
 		"operator": {

@@ -181,10 +181,21 @@ func (c Config) withDefaults() (Config, error) {
 	if c.PollMin > c.PollMax {
 		problems = append(problems, fmt.Errorf("PollMin %v: want at most PollMax, which is %v", c.PollMin, c.PollMax))
 	}
-	c.Shards = cmp.Or(c.Shards, 1)
-	if c.Shards < 1 || c.Shards > shardsMax {
-		problems = append(problems, fmt.Errorf("%s %d: want 1 to %d", "Shards", c.Shards, shardsMax))
+	count := func(field string, value *int, otherwise, least, most int) {
+		if *value = cmp.Or(*value, otherwise); *value < least || *value > most {
+			problems = append(problems, fmt.Errorf("%s %d: want %d to %d", field, *value, least, most))
+		}
 	}
+	rows := 5000
+	if c.Sink != nil {
+		rows = 100
+	}
+	count("PageRowsMax", &c.PageRowsMax, rows, 1, 100_000)
+	count("InFlightBytesMax", &c.InFlightBytesMax, 32<<20, 64<<10, 4<<30)
+	count("RecordBytesMax", &c.RecordBytesMax, record.BytesDefault, 1024, record.BytesMax)
+	shards := int(c.Shards)
+	count("Shards", &shards, 1, 1, shardsMax)
+	c.Shards = int16(shards)
 	c.ProgressTopic = cmp.Or(c.ProgressTopic, "effectonce-relay-progress")
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
@@ -194,22 +205,6 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))
-	}
-	rows := 5000
-	if c.Sink != nil {
-		rows = 100
-	}
-	c.PageRowsMax = cmp.Or(c.PageRowsMax, rows)
-	if c.PageRowsMax < 1 || c.PageRowsMax > 100_000 {
-		problems = append(problems, fmt.Errorf("PageRowsMax %d: want 1 to 100000", c.PageRowsMax))
-	}
-	c.RecordBytesMax = cmp.Or(c.RecordBytesMax, record.BytesDefault)
-	if c.RecordBytesMax < 1024 || c.RecordBytesMax > record.BytesMax {
-		problems = append(problems, fmt.Errorf("RecordBytesMax %d: want 1024 to %d", c.RecordBytesMax, record.BytesMax))
-	}
-	c.InFlightBytesMax = cmp.Or(c.InFlightBytesMax, 32<<20)
-	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {
-		problems = append(problems, fmt.Errorf("InFlightBytesMax %d: want %d to %d", c.InFlightBytesMax, 64<<10, 4<<30))
 	}
 	if !topicPrefix.MatchString(c.TopicPrefix) {
 		problems = append(problems, fmt.Errorf("TopicPrefix %.260q: want at most 200 letters, digits, dots, underscores and hyphens", c.TopicPrefix))

@@ -126,15 +126,19 @@ func (p *publisher) publishShard(ctx context.Context) error {
 	group.Go(func() error {
 		defer stopKeeping()
 		defer stopStoring()
-		if err := p.loop(work, reading); err != nil && reading.Err() == nil {
-			return err
-		}
-		// A stop, or nothing left to read: the brokers may still acknowledge what is in flight.
-		drain, cancel := context.WithTimeout(work, p.cfg.DrainMax)
-		defer cancel()
-		return p.target.finish(work, drain)
+		return p.turn(work, reading)
 	})
 	return group.Wait()
+}
+
+// turn runs the loop, and then waits for what the brokers may still acknowledge.
+func (p *publisher) turn(work, reading context.Context) error {
+	if err := p.loop(work, reading); err != nil && reading.Err() == nil {
+		return err
+	}
+	drain, cancel := context.WithTimeout(work, p.cfg.DrainMax)
+	defer cancel()
+	return p.target.finish(work, drain)
 }
 
 // aim chooses the target.

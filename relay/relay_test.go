@@ -154,7 +154,9 @@ func TestTopicsAreCreatedOnlyWhereTheOptionsSaySo(t *testing.T) {
 		starts(t, r)
 		insert(t, pool, "new", "k", "1")
 		if created {
-			testwait.True(t, "it is published", func() bool { return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == 1 })
+			testwait.True(t, "it is published", func() bool {
+				return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == 1
+			})
 			require.Equal(t, []string{"1"}, valuesAt(t, fake, "new"))
 			return
 		}

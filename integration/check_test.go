@@ -356,26 +356,3 @@ func TestOldRowIsKeptByTheTopic(t *testing.T) {
 	assert.Contains(t, records[0].Headers, kgo.RecordHeader{Key: outbox.HeaderOccurredAt, Value: []byte(old.Format("2006-01-02T15:04:05.000000Z"))})
 	assert.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead`))
 }
-
-// Property: a row of plain SQL whose record is as large as the topic takes is published, and one that is
-// larger holds its key: no other row fails with it, in the same page or batch. Row O11 of guarantees.md.
-func TestRecordAtTheLimitOfTheTopic(t *testing.T) {
-	t.Parallel()
-	const limit = 5000
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000")
-	fits := limit - (&outbox.Message{Key: []byte("k0")}).RecordBytes()
-	for key, size := range []int{fits, fits + 200, 1, fits} {
-		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, convert_to('k' || $2::int, 'UTF8'), convert_to(repeat('x', $3), 'UTF8'))`, topic, key, size)
-		require.NoError(t, err)
-	}
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Compression: "none"})
-	require.NoError(t, err)
-	_, err = r.Drain(ctx)
-	require.NoError(t, err)
-	sizes := map[string]int{}
-	for _, record := range kafkatest.ReadAll(t, topic) {
-		sizes[string(record.Key)] = len(record.Value)
-	}
-	assert.Equal(t, map[string]int{"k0": fits, "k2": 1, "k3": fits}, sizes)
-	assert.Equal(t, 1, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'too_large' AND key = 'k1' AND state = 'held'`))
-}

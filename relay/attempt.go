@@ -34,6 +34,7 @@ type attempt struct {
 	// ofEarlierPage.
 	behind map[topicKey]int64
 	skip   bool // Config.SkipDead
+	waits  bool // released rows that the brokers refuse, in an outage, stay as they are
 }
 
 // target is what takes rows: Kafka, Kafka with transactions, or a Sink.
@@ -159,6 +160,7 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 	}
 	a.rows, a.records = make([]*row, 0, len(rows)), make([]*kgo.Record, 0, len(rows))
 	maker := record.NewMaker(len(rows))
+	var changed error
 	for i := range rows {
 		r := &rows[i]
 		if a.held(r) {
@@ -166,8 +168,9 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 			continue
 		}
 		made, reason, err := p.record(ctx, maker, r, to[i])
-		if err != nil && reason == "" {
-			return err
+		if err != nil && reason == "" { // the other rows may be larger still
+			changed = err
+			continue
 		}
 		if err != nil {
 			a.give(r, reason, err)
@@ -179,7 +182,7 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 		}
 		a.rows, a.records = append(a.rows, r), append(a.records, made)
 	}
-	return nil
+	return changed
 }
 
 // record builds the record of a row, or returns why Kafka would refuse it. It returns neither if the
@@ -211,8 +214,8 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 		if reason, err := p.topics.judge(topic, bytes); err != nil {
 			return nil, reason, &blocked{topic, err}
 		}
-		if err := p.topics.fits(topic, bytes); err != nil {
-			return nil, "", err
+		if !p.topics.fits(topic, bytes) {
+			return nil, "", errLimitsChanged
 		}
 	}
 	if partition != nil {

@@ -8,13 +8,16 @@ import (
 	"slices"
 	"sync/atomic"
 
+	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // When Kafka refuses a record for a reason that may be in it, the client fails the records behind it,
 // too: most of them are not the cause. The work then starts over, and as many rows as were in flight are
-// published one by one. A row that is refused alone is dead if Kafka takes another row of the page or of
+// published in pages of a sixteenth of the refused one, one page at a time. If one of these is refused,
+// the next are a sixteenth of that, and in the end rows are published one by one; a page that passes
+// doubles the size of the next one. A row that is refused alone is dead if Kafka takes another row of the page or of
 // the next one, and then refuses this one again. If it takes none, and refuses rows of several keys, it
 // is an outage: the rows wait. A row that an operator retries is dead again at once.
 
@@ -23,14 +26,54 @@ const outageKeys = 3
 
 var errOutage = errors.New("rows of several keys were refused in a row, so they wait: correct what refuses them, or pause the topic")
 
-// carefulRows is how many rows of a shard are still published one by one.
-type carefulRows struct{ outbox, dead atomic.Int64 }
+// pageShare is the part of a refused page that is published at a time.
+const pageShare = 16
 
-func (c *carefulRows) of(released bool) *atomic.Int64 {
-	if released {
-		return &c.dead
+// care is how a shard publishes after a refusal.
+type care struct {
+	left atomic.Int64 // rows that are still published with care; 0: none
+	page atomic.Int64 // rows at a time; 1 or less: one by one
+
+	// Used only by the worker of the shard. A number of a row may be given to another one after a
+	// failover, an ID is not.
+	again map[rowID]bool // refused before Kafka took another row
+	ahead map[rowID]bool // published before their turn
+}
+
+// rowID names a row: several topics may have rows of one ID.
+type rowID struct {
+	id    uuid.UUID
+	topic string
+}
+
+func idOf(r *row) rowID { return rowID{r.id, r.topic} }
+
+// limit bounds the rows of the next page.
+func (c *care) limit(rows int) int {
+	if c.left.Load() == 0 {
+		return rows
 	}
-	return &c.outbox
+	return min(rows, max(int(c.page.Load()), pageShare))
+}
+
+// passed notes that rows are published or dead.
+func (c *care) passed(rows int) {
+	c.page.Store(max(c.page.Load(), pageShare/2) * 2)
+	left := max(0, c.left.Load()-int64(rows))
+	if c.left.Store(left); left == 0 {
+		clear(c.again)
+		clear(c.ahead)
+	}
+}
+
+// cares is about the rows of the outbox and about those of outbox_dead.
+type cares struct{ outbox, dead care }
+
+func (p *publisher) care(released bool) *care {
+	if released {
+		return &p.careful[p.lease.shard].dead
+	}
+	return &p.careful[p.lease.shard].outbox
 }
 
 // single publishes rows one by one, with nothing else in flight.
@@ -45,7 +88,7 @@ type single interface {
 	bury(work, ctx context.Context, a *attempt, dead []deadRow, end cursor) error
 }
 
-// refused ends the work because Kafka refused a batch. It begins again with single rows.
+// refused ends the work because Kafka refused a batch. It begins again with care.
 type refused struct{ cause error }
 
 func (r *refused) Error() string { return r.cause.Error() }
@@ -58,24 +101,26 @@ func (p *publisher) refused(b *batch, topic string, reason Reason) {
 		for _, r := range b.rows {
 			largest = max(largest, r.bytes())
 		}
-		half := max(min(int(p.topics.batchBytes(topic)), b.bytes)/2, 1024)
+		now := int(p.topics.batchBytes(topic))
+		half := max(min(now, b.bytes)/2, 1024)
 		p.batches.Store(topic, int32(half))
-		if half > largest {
+		if half > largest && half < now {
 			return
 		}
 	}
-	p.careful[p.lease.shard].of(b.released).CompareAndSwap(0, p.flight.unstored())
+	c := p.care(b.released)
+	c.page.Store(int64(len(b.rows) / pageShare))
+	c.left.Store(max(c.left.Load(), p.flight.unstored()))
 }
 
 // carefully is the state of publishEach.
 type carefully struct {
 	*publisher
 	single
+	*care
 	a       *attempt
 	rows    []*row
 	records []*kgo.Record
-	again   map[int64]bool // refused before Kafka took another row
-	ahead   map[int64]bool // published before their turn
 }
 
 // publishEach publishes the rows of an attempt one by one.
@@ -85,13 +130,17 @@ func (p *publisher) publishEach(work, ctx context.Context, a *attempt, by single
 	}
 	p.alone.Store(true)
 	defer p.alone.Store(false)
-	c := &carefully{publisher: p, single: by, a: a, rows: a.rows, records: a.records, again: map[int64]bool{}, ahead: map[int64]bool{}}
-	all := int64(len(a.rows) + len(a.dead))
+	c := &carefully{publisher: p, single: by, care: p.care(a.released), a: a, rows: a.rows, records: a.records}
+	if c.again == nil {
+		c.again, c.ahead = map[rowID]bool{}, map[rowID]bool{}
+	}
+	all := len(a.rows) + len(a.dead)
 	a.rows = nil
 	for i, r := range c.rows {
 		err := c.decide(work, ctx, i, r)
 		if a.released && errors.Is(err, errOutage) { // other rows do not wait for these
 			p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", err)
+			a.waits = true
 			return nil
 		}
 		if err != nil {
@@ -101,8 +150,7 @@ func (p *publisher) publishEach(work, ctx context.Context, a *attempt, by single
 	if err := c.buryBefore(work, ctx, math.MaxInt64, a.end); err != nil {
 		return err
 	}
-	left := p.careful[p.lease.shard].of(a.released)
-	left.Store(max(0, left.Load()-all))
+	c.passed(all)
 	return nil
 }
 
@@ -117,13 +165,13 @@ func (c *carefully) decide(work, ctx context.Context, i int, r *row) error {
 	}
 	var reason Reason
 	var refusal error
-	if !c.ahead[r.seq] {
+	if !c.ahead[idOf(r)] {
 		var err error
 		if reason, refusal, err = c.try(ctx, c.records[i]); err != nil {
 			return err
 		}
 	}
-	if refusal != nil && reason != ReasonTooLarge && !c.again[r.seq] && !r.was.ofRow() {
+	if refusal != nil && reason != ReasonTooLarge && !c.again[idOf(r)] && !r.was.ofRow() {
 		if err := c.seek(ctx, i, refusal); err != nil {
 			return err
 		}
@@ -163,7 +211,7 @@ func (c *carefully) seek(ctx context.Context, i int, refusal error) error {
 	seen := 0
 	for more := true; ; more = false {
 		for j, r := range rows {
-			if r.key != nil && keys[keyOf(r)] || c.a.held(r) || c.ahead[r.seq] {
+			if r.key != nil && keys[keyOf(r)] || c.a.held(r) || c.ahead[idOf(r)] {
 				continue
 			}
 			if j > 0 || !more {
@@ -172,20 +220,27 @@ func (c *carefully) seek(ctx context.Context, i int, refusal error) error {
 					return err
 				}
 				if why == nil {
-					return c.found(ctx, r, more)
+					return c.found(ctx, r)
 				}
 				refusal = why
 			}
 			seen++
-			c.again[r.seq] = true
+			c.again[idOf(r)] = true
 			if r.key != nil {
 				keys[keyOf(r)] = true
 			}
 		}
-		if !more || c.a.released {
+		if !more {
 			break
 		}
-		page := c.reader.behind(ctx, c.a.end)
+		end := c.a.end
+		if c.a.released {
+			end = c.reader.at
+		}
+		page, err := c.reader.behind(ctx, end)
+		if err != nil {
+			return err
+		}
 		next, err := c.publisher.try(ctx, page, cursor{}, cursor{})
 		if err != nil {
 			return err
@@ -199,12 +254,11 @@ func (c *carefully) seek(ctx context.Context, i int, refusal error) error {
 	return fmt.Errorf("%w; %w", produceError(c.records[i].Topic, refusal), errOutage)
 }
 
-// found is called for the row that Kafka took. A row of this page is not published again, if it was
-// published.
-func (c *carefully) found(ctx context.Context, r *row, here bool) error {
+// found is called for the row that Kafka took. It is not published again, if it was published.
+func (c *carefully) found(ctx context.Context, r *row) error {
 	invisible, err := c.withdraw(ctx)
-	if err == nil && here && !invisible {
-		c.ahead[r.seq] = true
+	if err == nil && !invisible {
+		c.ahead[idOf(r)] = true
 	}
 	return err
 }

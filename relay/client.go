@@ -8,6 +8,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkaclient"
+	"github.com/effectonce/effectonce/internal/record"
 )
 
 // transactionTimeout is how long the open transaction of a relay that died delays readers, if no
@@ -94,6 +95,9 @@ func (t *topics) batchBytes(name string) int32 {
 		return size
 	}
 	size = int32(t.cfg.RecordBytesMax)
+	if name == t.cfg.ProgressTopic {
+		size = max(size, record.BytesDefault)
+	}
 	if less, refused := t.batches.Load(name); refused {
 		size = less.(int32)
 	}
@@ -103,13 +107,16 @@ func (t *topics) batchBytes(name string) int32 {
 	return size
 }
 
-// fits returns errLimitsChanged if a record is larger than the batches of this client.
-func (t *topics) fits(name string, bytes int) error {
+// fits reports whether a record is at most as large as the batches of this client. Those of the next one
+// are as large as the largest record that was asked about.
+func (t *topics) fits(name string, bytes int) bool {
 	if bytes <= int(t.batchBytes(name)) {
-		return nil
+		return true
 	}
-	t.batches.Store(name, int32(bytes))
-	return errLimitsChanged
+	if most, _ := t.batches.Load(name); most == nil || most.(int32) < int32(bytes) {
+		t.batches.Store(name, int32(bytes))
+	}
+	return false
 }
 
 // errLimitsChanged requests a new client: batch sizes are fixed when a client first meets a topic.

@@ -115,7 +115,9 @@ func (p *publisher) releaseSome(work, ctx context.Context) (published int, more 
 		if err := p.target.publish(work, ctx, a); err != nil {
 			return 0, false, err
 		}
-		published = len(a.rows) + len(a.dropped)
+		if published = len(a.rows) + len(a.dropped); a.waits {
+			page.freed = nil
+		}
 	}
 	p.dead.after = page.end
 	return published, true, p.dead.forgetFreed(ctx, page.freed)
@@ -131,7 +133,7 @@ type deadPage struct {
 
 // page reads dead rows that may leave, as readPage reads rows of the outbox.
 func (d *deadRows) page(ctx context.Context) (*deadPage, error) {
-	limit := min(d.limit, releaseRowsMax)
+	limit := d.care(true).limit(min(d.limit, releaseRowsMax))
 	page := &deadPage{end: d.after}
 	err := d.ask(ctx, func(rows pgx.Rows) error { return page.read(rows, d.flight.bytesMax/4) },
 		d.sql.releasable, d.cfg.Name, d.after.freed, d.after.retry, limit, d.lease.shards, d.lease.shard, d.cfg.SkipDead)

@@ -291,59 +291,6 @@ func TestFailedPollOfDeadRowsStopsNothing(t *testing.T) {
 	testwait.True(t, "it leaves", func() bool { return dead(t, pool) == 0 })
 }
 
-// Property: a record that Kafka refuses only when it is produced moves to outbox_dead and holds its
-// key; the innocent rows that were under way with it are published, once where that is promised.
-func TestRefusedWhenProduced(t *testing.T) {
-	t.Parallel()
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-		poisoned(fake)
-		for i := range 30 {
-			value := fmt.Sprint(i)
-			if i == 7 || i == 20 {
-				value = "poison"
-			}
-			insert(t, pool, "orders", fmt.Sprint("k", i%10), value)
-		}
-		stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, TransactionMax: time.Millisecond, PageRowsMax: 10}))
-		// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
-		// has another.
-		testwait.True(t, "they are dead", func() bool { return dead(t, pool) == 4 })
-		testwait.True(t, "all others are published", func() bool {
-			return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
-		})
-		stop()
-		require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused' AND error LIKE '%INVALID_RECORD%'`))
-		seen := map[string]int{}
-		last := map[string]int{}
-		for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
-			value := string(record.Value)
-			if seen[value]++; seen[value] > 1 {
-				continue
-			}
-			var n int
-			_, err := fmt.Sscan(value, &n)
-			require.NoError(t, err)
-			if exactly { // else kfake takes a batch behind the refused one, whose sequence numbers have a gap; Kafka does not
-				require.GreaterOrEqual(t, n, last[string(record.Key)])
-			}
-			last[string(record.Key)] = n
-		}
-		for i := range 30 {
-			if i%10 != 7 && i != 20 {
-				require.NotZero(t, seen[fmt.Sprint(i)], i)
-			}
-		}
-		if exactly {
-			require.Len(t, seen, 26)
-			for value, times := range seen {
-				require.Equal(t, 1, times, value)
-			}
-		}
-	})
-}
-
 // Property: a dead row holds only later rows of its key, also where it is known to be dead before an
 // earlier row of its page is answered, because another row of the page was refused.
 func TestDeadRowHoldsNoEarlierRow(t *testing.T) {

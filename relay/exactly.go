@@ -116,9 +116,12 @@ func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows in
 // holder, which continues from the progress before it, would publish them both from outbox_dead and
 // from the outbox, and an operator could discard a row that is read again.
 func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
-	if t.careful[t.lease.shard].of(a.released).Load() > 0 {
+	care := t.care(a.released)
+	careful := care.left.Load() > 0
+	if careful && care.page.Load() <= 1 {
 		return t.publishEach(work, ctx, a, t)
 	}
+	rows := len(a.rows) + len(a.dead)
 	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end, released: a.released}); err != nil {
 		return err
 	}
@@ -130,13 +133,18 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 		if len(a.rows) > 0 {
 			t.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", t.cfg.Name, "rows", len(a.rows))
 		}
+		care.passed(rows)
 		return t.publisher.dead.holdAgain(ctx, a.dead)
 	}
-	if len(a.dead) == 0 {
+	if len(a.dead) == 0 && !careful {
 		return nil
 	}
 	t.dead = a.dead
-	return t.commit(work, ctx)
+	if err := t.commit(work, ctx); err != nil {
+		return err
+	}
+	care.passed(rows)
+	return nil
 }
 
 // one produces a record in a transaction of its own. After a refusal the transaction is aborted.
@@ -148,7 +156,7 @@ func (t *toTransactions) one(ctx context.Context, record *kgo.Record) error {
 	if err == nil {
 		return nil
 	}
-	if failed := t.abort(ctx); failed != nil {
+	if failed := t.abandon(ctx); failed != nil {
 		return failed
 	}
 	return err
@@ -163,7 +171,23 @@ func (t *toTransactions) taken(work, ctx context.Context, a *attempt, r *row) er
 	return t.commit(work, ctx)
 }
 
-func (t *toTransactions) withdraw(ctx context.Context) (bool, error) { return true, t.abort(ctx) }
+func (t *toTransactions) withdraw(ctx context.Context) (bool, error) { return true, t.abandon(ctx) }
+
+// abandon aborts the transaction of a single record, which no progress covers: if that fails, it must not
+// be committed.
+func (t *toTransactions) abandon(ctx context.Context) error {
+	limit := transactionTimeout
+	if ctx.Err() != nil {
+		limit = abortMax
+	}
+	err := t.abort(ctx, limit)
+	if err != nil {
+		t.progress.storing.Lock()
+		defer t.progress.storing.Unlock()
+		t.failed = err
+	}
+	return err
+}
 
 func (t *toTransactions) bury(work, ctx context.Context, a *attempt, dead []deadRow, end cursor) error {
 	if a.released {
@@ -372,11 +396,12 @@ func (t *toTransactions) copied() {
 }
 
 // abort aborts the open transaction, so that readers need not wait until it times out.
-func (t *toTransactions) abort(ctx context.Context) error {
+func (t *toTransactions) abort(ctx context.Context, limit time.Duration) error {
 	if t.begun.IsZero() {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortMax)
+	defer t.expect(limit)()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
 	err := t.client.AbortBufferedRecords(ctx)
 	if err == nil {

@@ -29,6 +29,7 @@ type member struct {
 	stuck     int                // workers that hang
 	behind    string             // the replicas that publish instead, as logged last
 
+	replaced       bool // other replicas share all shards
 	unacknowledged bool // a worker waits for acknowledgements
 	saidAway       bool // to the hook
 }
@@ -36,6 +37,7 @@ type member struct {
 // worker publishes one shard.
 type worker struct {
 	lease     *lease
+	first     int64 // number in the chain at the start
 	publisher *publisher
 	stop      context.CancelFunc
 	ending    bool
@@ -187,7 +189,9 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 		return m.enroll(ctx) // the relay was deleted
 	}
 	m.standBy(ctx, s)
-	quota := s.quota(m.cfg.Owner, s.sharing(m.cfg.Owner, how.state))
+	sharing := s.sharing(m.cfg.Owner, how.state)
+	m.replaced = !slices.Contains(sharing, m.cfg.Owner)
+	quota := s.quota(m.cfg.Owner, sharing)
 	m.shed(quota)
 	if err := m.acquireShards(ctx, s.free, quota, group, ended); err != nil {
 		return err
@@ -311,7 +315,7 @@ func (m *member) acquireShards(ctx context.Context, free []int16, quota int, gro
 
 func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, ended chan<- *worker) {
 	working, stop := context.WithCancel(ctx)
-	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
+	w := &worker{lease: l, first: l.n, publisher: newPublisher(m.Relay, l), stop: stop}
 	if t := m.troubles[l.shard]; t != nil {
 		w.publisher.patience <<= min(t.times, patienceGrows)
 	}
@@ -342,19 +346,34 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 		m.setHung(w, false)
 	}
 	var batch *refused
-	if w.err == nil || w.publisher.worked.Load() {
+	worked := w.publisher.worked.Load()
+	soon := errors.Is(w.err, errLimitsChanged) || errors.As(w.err, &batch)
+	if soon { // also where other rows are acknowledged each time
+		worked = w.lease.n > w.first
+	}
+	if w.err == nil || worked {
 		delete(m.troubles, shard)
 	}
 	switch {
 	case w.err == nil:
 	case errors.Is(w.err, ErrOldPrimary), errors.Is(w.err, errTopicPanicked):
 		return w.err
-	case errors.Is(w.err, errLimitsChanged), errors.As(w.err, &batch):
+	case soon && m.soonAgain(shard):
 		m.cfg.Logger.InfoContext(ctx, "relay starts over", "relay", m.cfg.Name, "shard", shard, "why", w.err)
 	default:
 		m.back(ctx, shard, fmt.Errorf("shard %d: %w", shard, w.err))
 	}
 	return nil
+}
+
+// soonMax is how often in a row the work may begin anew at once without progress.
+const soonMax = 10
+
+// soonAgain notes that the work begins anew, and reports whether it may do so at once.
+func (m *member) soonAgain(shard int16) bool {
+	t := m.trouble(shard)
+	t.times++
+	return t.times < soonMax
 }
 
 // tell reports a lease change to the hook.
@@ -364,16 +383,19 @@ func (m *member) tell(shard int16, held bool) {
 	}
 }
 
+func (m *member) trouble(shard int16) *trouble {
+	if m.troubles[shard] == nil {
+		m.troubles[shard] = &trouble{}
+	}
+	return m.troubles[shard]
+}
+
 // back notes an error of the work on a shard, which is taken again after a pause.
 func (m *member) back(ctx context.Context, shard int16, err error) {
 	if ctx.Err() != nil {
 		return
 	}
-	t := m.troubles[shard]
-	if t == nil {
-		t = &trouble{}
-		m.troubles[shard] = t
-	}
+	t := m.trouble(shard)
 	wait := t.again()
 	if t.away = nil; !away(err) {
 		m.interrupted(ctx, err, wait)

@@ -79,7 +79,7 @@ func (p *publisher) listen(ctx context.Context) error {
 		if p.flight.unacknowledged() <= p.cfg.unacknowledgedMax() {
 			continue
 		}
-		if err := p.reach(ctx); err != nil && ctx.Err() == nil {
+		if err := p.reach(ctx, true); err != nil && ctx.Err() == nil {
 			return fromOutlet(err)
 		}
 	}
@@ -97,9 +97,9 @@ func (r *Relay) canReach() bool {
 	return r.cfg.Sink == nil || can
 }
 
-// reach asks the receiver of a Checker, or each broker of the cluster, for an answer that needs no
-// rights: a replica that reaches some brokers may not reach the leaders of its partitions.
-func (r *Relay) reach(ctx context.Context) error {
+// reach asks the receiver of a Checker, or a broker, for an answer that needs no rights. With all it asks
+// each broker of the cluster: a replica that reaches some may not reach the leaders of its partitions.
+func (r *Relay) reach(ctx context.Context, all bool) error {
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.checkMax())
 	defer cancel()
 	if checker, ok := r.cfg.Sink.(Checker); ok {
@@ -112,6 +112,9 @@ func (r *Relay) reach(ctx context.Context) error {
 	defer client.Close()
 	if err := client.Ping(ctx); err != nil { // otherwise the client would repeat the request for longer than that
 		return fmt.Errorf("no broker answers: %w", err)
+	}
+	if !all {
+		return nil
 	}
 	versions, err := kadm.NewClient(client).ApiVersions(ctx)
 	if err != nil {
@@ -136,9 +139,10 @@ func (m *member) comesBack(ctx context.Context) {
 			return
 		}
 	}
-	err := m.reach(ctx)
+	err := m.reach(ctx, m.replaced)
 	for _, t := range m.troubles {
 		if t.silent = err != nil; t.silent {
+			t.away = err
 			t.again()
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -22,6 +23,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
@@ -165,30 +167,113 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 	}
 }
 
-// Property: many refused rows, one behind the other, cost the brokers a few requests each, and no row that
-// they take is published twice. Row O10 of guarantees.md.
-func TestManyRefusedRowsAreJudgedOnce(t *testing.T) {
+// Property: one refused row in a large backlog, and many refused ones in a row, are found by a share of the
+// requests that trying each row with each other would cost; no innocent row is dead, and of a few none is
+// published twice. Row O10 of guarantees.md.
+func TestRefusedRowsAreFoundSoon(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct{ first, last, rows, requests int }{"one": {12345, 12345, 20_000, 1000}, "many": {1, 60, 70, 230}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+				var requests atomic.Int64
+				fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+					fake.KeepControl()
+					requests.Add(1)
+					return nil, nil, false
+				})
+				poisoned(fake)
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', CASE WHEN n BETWEEN $1 AND $2 THEN 'poison' ELSE convert_to(n::text, 'UTF8') END
+					FROM generate_series(1, $3::int) n`, c.first, c.last, c.rows)
+				stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
+				innocent := c.rows - (c.last - c.first + 1)
+				testwait.True(t, "all is published or dead", func() bool {
+					return dead(t, pool) == c.rows-innocent && one[int](t, pool, `SELECT coalesce(max(published), 0)::int FROM effectonce.outbox_progress_now`) == innocent
+				})
+				stop()
+				require.Len(t, distinctInOrder(valuesAt(t, fake, "orders")), innocent)
+				require.Less(t, requests.Load(), int64(c.requests))
+				if exactly || innocent < 100 {
+					require.Len(t, valuesAt(t, fake, "orders"), innocent)
+				}
+			})
+		})
+	}
+}
+
+// Property: a topic that takes less than a batch, or than one row of many, costs a few restarts, and other
+// topics flow. Row O11 of guarantees.md.
+func TestRefusedSizesComeToAnEnd(t *testing.T) {
+	t.Parallel()
+	for limit, rows := range map[string]int{"3000": 150, "900": 40} {
+		t.Run(limit, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+				small := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", limit)
+				for i := range rows {
+					insert(t, pool, small, fmt.Sprint("k", i%5), incompressible(100))
+				}
+				insert(t, pool, small, "big", incompressible(5000))
+				insert(t, pool, "orders", "k", "1")
+				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+				testwait.True(t, "the other topic flows", func() bool { return len(valuesAt(t, fake, "orders")) >= 1 && dead(t, pool) == 1 })
+				require.Len(t, distinctInOrder(valuesAt(t, fake, small)), rows)
+				require.Less(t, one[int](t, pool, `SELECT max(epoch)::int FROM effectonce.outbox_progress`), 60)
+			})
+		})
+	}
+}
+
+// Property: a row that goes alone while the relay is stopped, and whose transaction cannot be ended in
+// time, is not committed without its progress. Row O30 of guarantees.md.
+func TestStopWhileARowGoesAlone(t *testing.T) {
+	longtest.Only(t, "a broker that is slow for seconds")
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	poisoned(fake)
+	slow, answer := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		if records := request.(*kmsg.ProduceRequest).Topics[0].Partitions[0].Records; bytes.Contains(records, []byte("slow")) && !bytes.Contains(records, []byte("poison")) {
+			once.Do(func() {
+				close(slow)
+				fake.SleepControl(func() { <-answer })
+			})
+		}
+		return nil, nil, false
+	})
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'a', 'slow'), ('orders', 'b', 'poison'), ('orders', 'c', '3')`)
+	stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: true}))
+	<-slow
+	time.AfterFunc(4*time.Second, func() { close(answer) })
+	stop()
+	runAt(t, pool, fake, relay.Config{ExactlyOnce: true})
+	testwait.True(t, "it is judged", func() bool { return dead(t, pool) == 1 && slices.Contains(valuesAt(t, fake, "orders"), "3") })
+	require.Equal(t, []string{"slow", "3"}, valuesAt(t, fake, "orders"))
+}
+
+// Property: rows behind discarded ones that are released in an outage are published after it. Row O31 of
+// guarantees.md.
+func TestFreedRowsOutliveAnOutage(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-		var requests atomic.Int64
-		fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			requests.Add(1)
-			return nil, nil, false
-		})
-		poisoned(fake)
-		const rows = 60
-		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', CASE WHEN n > 60 THEN 'k'::bytea END, CASE WHEN n > 60 THEN convert_to(n::text, 'UTF8') ELSE 'poison' END
-			FROM generate_series(1, 70) n`)
-		stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
-		testwait.True(t, "all is published or dead", func() bool {
-			return dead(t, pool) == rows && one[int64](t, pool, `SELECT coalesce(max(published), 0) FROM effectonce.outbox_progress_now`) == 10
-		})
-		stop()
-		require.Len(t, valuesAt(t, fake, "orders"), 10)
-		require.Less(t, requests.Load(), int64(3*rows+50))
+		pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) SELECT 'orders', convert_to('k' || n % 4, 'UTF8'), convert_to(n::text, 'UTF8'),
+			CASE WHEN n < 4 THEN '{"n": {}}' ELSE '{}' END::jsonb FROM generate_series(0, 7) n`)
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(said, nil))})
+		testwait.True(t, "all wait", func() bool { return dead(t, pool) == 8 })
+		outage := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "orders", Err: kerr.PolicyViolation, Count: -1})
+		must(t, pool, `DELETE FROM effectonce.outbox_dead WHERE state = 'held'`)
+		testwait.True(t, "they are refused", func() bool { return strings.Contains(said.String(), "refuse rows that were released") })
+		outage.Remove()
+		testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 })
+		require.ElementsMatch(t, []string{"4", "5", "6", "7"}, distinctInOrder(valuesAt(t, fake, "orders")))
 	})
 }
 

@@ -114,7 +114,7 @@ func (p *publisher) publishShard(ctx context.Context) error {
 	}
 	if t, ok := p.target.(*toTransactions); ok {
 		defer func() {
-			if err := t.abort(ctx); err != nil {
+			if err := t.abort(ctx, abortMax); err != nil {
 				t.say.warn(ctx, "a transaction was left open; the next publisher of the shard aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
 			}
 		}()
@@ -238,6 +238,9 @@ func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 		return errLeaseLost
 	case len(read.page.rows) > 0:
 		a, err := p.try(ctx, read.page, at, read.end)
+		if errors.Is(err, errLimitsChanged) { // the pages before this one must not be published again
+			return errors.Join(p.target.finish(work, ctx), err)
+		}
 		if err != nil {
 			return err
 		}

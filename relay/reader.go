@@ -24,6 +24,7 @@ type reader struct {
 	bytesMax int
 	patient  func(context.Context) (context.Context, context.CancelFunc) // limits a statement
 
+	care  *care
 	at    cursor    // behind the last page that was handed over
 	mark  floorMark // when the floor may move
 	limit int       // rows of the next page
@@ -52,7 +53,7 @@ type reading struct {
 func newReader(p *publisher) *reader {
 	r := &reader{
 		Relay: p.Relay, lease: p.lease, progress: p.progress, bytesMax: p.flight.bytesMax, patient: p.patient,
-		limit: min(100, p.cfg.PageRowsMax), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
+		care: p.care(false), limit: p.care(false).limit(min(100, p.cfg.PageRowsMax)), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
 	}
 	r.from(p.lease.cursor)
 	return r
@@ -73,10 +74,11 @@ func (r *reader) next(ctx context.Context) (*reading, error) {
 	crashpoint.Here(crashpoint.RelayRead)
 	read := &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
 	r.pace.saw(len(got.page.rows))
-	r.limit = nextLimit(r.limit, got.page, r.bytesMax, r.cfg.PageRowsMax)
-	if got.page.full {
+	r.limit = r.care.limit(nextLimit(r.limit, got.page, r.bytesMax, r.cfg.PageRowsMax))
+	switch careful := r.care.left.Load() > 0; {
+	case got.page.full && !careful:
 		r.ahead = r.fetchAhead(ctx, read.end, r.limit)
-	} else {
+	case !got.page.full:
 		read.end.floor = r.mark.advance(read.end.from, read.end.floor)
 	}
 	return read, nil
@@ -93,19 +95,20 @@ func (r *reader) nextPage(ctx context.Context) (got fetched) {
 	return got
 }
 
-// behind reads the page behind another one, for an attempt that will start over.
-func (r *reader) behind(ctx context.Context, end cursor) *page {
-	got, ahead := fetched{}, r.ahead
-	if r.ahead = nil; ahead != nil {
-		got = <-ahead
-	} else {
-		got.page, _, got.err = r.fetch(ctx, end, r.limit)
+// behind returns rows behind a page, to see which of them Kafka takes.
+func (r *reader) behind(ctx context.Context, end cursor) (*page, error) {
+	if r.ahead != nil {
+		got, again := <-r.ahead, make(chan fetched, 1)
+		again <- got
+		r.ahead = again
+		return got.page, got.err
 	}
-	if got.err != nil {
-		return &page{}
-	}
-	return got.page
+	found, _, err := r.fetch(ctx, end, seekRowsMax)
+	return found, err
 }
+
+// seekRowsMax is how many rows behind a page are tried at most.
+const seekRowsMax = 1000
 
 // passed notes that a page was handed over.
 func (r *reader) passed(read *reading) {

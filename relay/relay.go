@@ -35,12 +35,12 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	clientLog     kgo.Logger             // of the caller's options; nil: none
-	placing       kgo.Opt                // places records in the partition that their row requests
-	careful       [shardsMax]carefulRows // see publishEach
-	uncompressed  atomic.Bool            // brokers refused compressed batches
-	refusedWrites sync.Map               // topic → when brokers refused to let the relay write to it
-	batches       sync.Map               // topic → size of batches, where a batch was refused for its size
+	clientLog     kgo.Logger       // of the caller's options; nil: none
+	placing       kgo.Opt          // places records in the partition that their row requests
+	careful       [shardsMax]cares // see publishEach
+	uncompressed  atomic.Bool      // brokers refused compressed batches
+	refusedWrites sync.Map         // topic → when brokers refused to let the relay write to it
+	batches       sync.Map         // topic → size of batches, where a batch was refused for its size
 	wake          wake
 	paused        atomic.Pointer[pausedSet] // as of the last poll
 	patience      time.Duration             // limit of a statement
@@ -246,7 +246,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 
 // drainShard drains one shard. It starts over when it needs a new Kafka client.
 func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, err error) {
-	for {
+	for idle := 0; ; idle++ {
 		lease, err := r.acquire(ctx, shard)
 		if err != nil {
 			return published, err
@@ -254,10 +254,14 @@ func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, e
 		if lease == nil {
 			return published, ErrLeaseHeld
 		}
+		first := lease.n
 		n, err := r.drain(ctx, lease)
 		published += n
 		var batch *refused
-		if !errors.Is(err, errLimitsChanged) && !errors.As(err, &batch) {
+		if lease.n > first {
+			idle = 0
+		}
+		if !errors.Is(err, errLimitsChanged) && !errors.As(err, &batch) || idle > soonMax {
 			return published, err
 		}
 	}

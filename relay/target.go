@@ -16,10 +16,12 @@ import (
 type toKafka struct{ *publisher }
 
 func (t toKafka) publish(work, ctx context.Context, a *attempt) error {
-	if t.careful[t.lease.shard].of(a.released).Load() > 0 {
+	care := t.care(a.released)
+	careful := care.left.Load() > 0
+	if careful && care.page.Load() <= 1 {
 		return t.publishEach(work, ctx, a, t)
 	}
-	if !a.released && len(a.dead) == 0 {
+	if !a.released && len(a.dead) == 0 && !careful {
 		t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
 		return nil
 	}
@@ -29,6 +31,7 @@ func (t toKafka) publish(work, ctx context.Context, a *attempt) error {
 	if err := t.flight.settled(ctx); err != nil {
 		return err
 	}
+	care.passed(len(a.rows) + len(a.dead))
 	return t.conclude(ctx, a)
 }
 

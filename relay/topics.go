@@ -45,6 +45,8 @@ const (
 	// topicMaxAge is how long an answer is valid. Topics that rows wait for are requested again at
 	// each poll of dead rows.
 	topicMaxAge = time.Minute
+	// missingAge is the same of a topic that cannot be used.
+	missingAge = time.Second
 	// unclearAge is the same of an answer that says nothing about a topic that was known.
 	unclearAge = 5 * time.Second
 	// partsAskMin bounds how often rows that request a missing partition make the relay ask Kafka
@@ -217,9 +219,10 @@ func (p *publisher) learnNow(ctx context.Context, names []string) error {
 		s.asked = time.Now()
 		p.topics.known[name] = s
 		const text = "Kafka does not let the relay use a topic: its rows wait in outbox_dead and are published automatically when the right is granted"
-		if s.reason == ReasonNotAuthorized {
+		switch { //nolint:staticcheck // a switch of s.reason would have to name all reasons
+		case s.reason == ReasonNotAuthorized:
 			p.say.about(ctx, name, text, "relay", p.cfg.Name, "topic", name, "error", s.err)
-		} else if s.reason == "" {
+		case s.reason == "":
 			p.say.over(ctx, text+"\x00"+name, "Kafka lets the relay use the topic again", "relay", p.cfg.Name, "topic", name)
 		}
 	}
@@ -307,6 +310,9 @@ func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topic
 		// they would fill the in-flight limit, and every topic would wait.
 		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("the brokers cannot say now whether topic %q exists: the row is published automatically when it does: %w", name, err)
 		unclear = !met
+	}
+	if s.reason != "" {
+		s.fresh = missingAge
 	}
 	return s, unclear
 }

@@ -221,18 +221,6 @@ func TestTopicThatIsUnclearWaits(t *testing.T) {
 	}
 }
 
-// Property: a topic that is clear after a moment makes no row dead.
-func TestTopicThatIsClearSoonKillsNothing(t *testing.T) {
-	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "orders", Err: kerr.LeaderNotAvailable, Count: 3})
-	buried := 0
-	cfg := relay.Config{Hooks: relay.Hooks{Dead: func(string, relay.Reason) { buried++ }}}
-	insert(t, pool, "orders", "k", "1")
-	require.EqualValues(t, 1, drain(t, relayAt(t, pool, fake, cfg)))
-	require.Zero(t, buried)
-}
-
 // Property: a topic that is deleted while its rows fill what may be in flight stops the others only until
 // the client finds that out, some seconds. Row O12 of guarantees.md.
 func TestDeletedTopicReleasesTheFlight(t *testing.T) {

@@ -94,8 +94,8 @@ type refused struct{ cause error }
 func (r *refused) Error() string { return r.cause.Error() }
 func (r *refused) Unwrap() error { return r.cause }
 
-// refused notes that Kafka refused a batch. If smaller batches may help, they are tried first.
-func (p *publisher) refused(b *batch, topic string, reason Reason) {
+// takeCare notes that Kafka refused a batch. If smaller batches may help, they are tried first.
+func (p *publisher) takeCare(b *batch, topic string, reason Reason) {
 	if reason == ReasonTooLarge {
 		largest := 0
 		for _, r := range b.rows {

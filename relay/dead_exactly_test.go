@@ -319,7 +319,7 @@ func TestSkippedDeadRowHoldsNobody(t *testing.T) {
 		skipping := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, SkipDead: true, Hooks: relay.Hooks{Dead: func(_ string, reason relay.Reason) { reasons[reason]++ }}})
 		retry("retried")
 		drain(t, skipping)
-		require.Equal(t, []string{"0", "1"}, got("k"), "what waited goes on")
+		require.Equal(t, []string{"0", "1"}, got("k"), "rows that waited are published")
 		require.Equal(t, []string{"0", "1"}, got("retried"), "also beside a retry that fails")
 		insert(t, pool, missing, "k", "a")
 		insert(t, pool, topic, "k", "2")

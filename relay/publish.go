@@ -35,7 +35,7 @@ type publisher struct {
 	worked   atomic.Bool     // rows were acknowledged, or none waited
 	napper   *nap.Napper     // used by loop
 	valid    context.Context // of all records; ends when what is in flight is void
-	refusing sync.Once       // see refused
+	refusing sync.Once       // see takeCare
 	alone    atomic.Bool     // rows are produced one by one, so that nothing is behind one that fails
 }
 

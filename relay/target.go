@@ -81,7 +81,7 @@ func (p *publisher) send(b *batch) {
 			reason := p.note(record.Topic, err)
 			if err = produceError(record.Topic, err); reason != "" {
 				err = &refused{err}
-				p.refusing.Do(func() { p.refused(b, record.Topic, reason) })
+				p.refusing.Do(func() { p.takeCare(b, record.Topic, reason) })
 			}
 		}
 		p.flight.settle(b, err)

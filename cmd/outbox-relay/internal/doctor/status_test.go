@@ -32,12 +32,12 @@ func TestStatusIsJudged(t *testing.T) {
 	t.Parallel()
 	const (
 		row   = "INSERT INTO effectonce.outbox (topic, created_at) VALUES ('t', clock_timestamp() - interval '5 minutes')"
-		live  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'somebody', clock_timestamp() + interval '1 hour', 3)"
-		over  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'somebody', clock_timestamp() - interval '1 second', 3)"
-		away  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', 'kafka_away', 'unable to dial')"
-		stuck = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', 'stuck', 'shard 0')"
-		old   = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour')"
-		gone  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state) VALUES ('default', 'somebody', clock_timestamp() - interval '1 second', 'kafka_away')"
+		live  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'replica-1', clock_timestamp() + interval '1 hour', 3)"
+		over  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'replica-1', clock_timestamp() - interval '1 second', 3)"
+		away  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state, problem) VALUES ('default', 'replica-1', clock_timestamp() + interval '1 hour', 'kafka_away', 'unable to dial')"
+		stuck = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state, problem) VALUES ('default', 'replica-1', clock_timestamp() + interval '1 hour', 'stuck', 'shard 0')"
+		old   = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'replica-1', clock_timestamp() + interval '1 hour')"
+		gone  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state) VALUES ('default', 'replica-1', clock_timestamp() - interval '1 second', 'kafka_away')"
 		dead  = "INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state) VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')"
 	)
 	conn := connect(t, pgtest.Database(t))
@@ -51,14 +51,14 @@ func TestStatusIsJudged(t *testing.T) {
 		"rows and a relay":                {before: []string{row, live}},
 		"rows that no relay ever saw":     {before: []string{row}, problem: "never ran: start"},
 		"rows and a lease that ran out":   {before: []string{row, over}, problem: "no replica runs: start"},
-		"a holder without Kafka":          {before: []string{row, live, away}, problem: "takes none from \"somebody\" (unable to dial)"},
-		"no holder, no Kafka":             {before: []string{row, over, away}, problem: "takes none from \"somebody\" (unable to dial)"},
-		"no holder ever, no Kafka":        {before: []string{row, away}, problem: "takes none from \"somebody\""},
+		"a holder without Kafka":          {before: []string{row, live, away}, problem: "takes none from \"replica-1\" (unable to dial)"},
+		"no holder, no Kafka":             {before: []string{row, over, away}, problem: "takes none from \"replica-1\" (unable to dial)"},
+		"no holder ever, no Kafka":        {before: []string{row, away}, problem: "takes none from \"replica-1\""},
 		"nothing waits for Kafka":         {before: []string{live, away}},
 		"no Kafka before it ended":        {before: []string{row, over, gone}, problem: "no replica runs: start"},
-		"a hung shard":                    {before: []string{row, over, stuck}, problem: "\"somebody\" is stuck: restart it"},
-		"a hung shard, nothing waits":     {before: []string{live, stuck}, problem: "replica \"somebody\" is stuck: restart it (shard 0)"},
-		"a free lease and a replica":      {before: []string{row, over, old}, problem: "though 1 run: see the log of \"somebody\""},
+		"a hung shard":                    {before: []string{row, over, stuck}, problem: "\"replica-1\" is stuck: restart it"},
+		"a hung shard, nothing waits":     {before: []string{live, stuck}, problem: "replica \"replica-1\" is stuck: restart it (shard 0)"},
+		"a free lease and a replica":      {before: []string{row, over, old}, problem: "though 1 run: see the log of \"replica-1\""},
 		"a row that waits too long":       {before: []string{row, live}, ageMax: time.Minute, problem: "longer than 1m"},
 		"a row that waits not long":       {before: []string{row, live}, ageMax: time.Hour},
 		"a dead row":                      {before: []string{live, dead}, problem: "1 row in outbox_dead"},

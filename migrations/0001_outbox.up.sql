@@ -246,50 +246,23 @@ CREATE TABLE effectonce.outbox_dead (
   created_at timestamptz NOT NULL,
   reason     text        NOT NULL CHECK (reason IN ('unknown_topic', 'not_authorized', 'too_large', 'refused', 'bad_headers', 'bad_partition', 'paused', 'behind')),
   error      text        NOT NULL CHECK (octet_length(error) <= 2048),
+  waits_for  text        NOT NULL DEFAULT '' CHECK (octet_length(waits_for) <= 1024), -- a topic in Kafka
   attempts   integer     NOT NULL DEFAULT 1,
   -- held: waits for the topic or an operator, and holds its key. behind: waits for the held row
-  -- before it. retry: the relay publishes it next.
-  state      text        NOT NULL CHECK (state IN ('held', 'behind', 'retry')),
+  -- before it. retry: the relay publishes it next. discard: the relay drops it next. discarded: it is
+  -- remembered while the outbox has the row, so that it is not published when that is read again.
+  state      text        NOT NULL CHECK (state IN ('held', 'behind', 'retry', 'discard', 'discarded')),
   died_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
   shard      smallint    NOT NULL GENERATED ALWAYS AS (get_byte(sha256(coalesce(key, uuid_send(id))), 0)) STORED,
   CONSTRAINT outbox_dead_pkey PRIMARY KEY (relay, seq)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 5000);
-CREATE INDEX outbox_dead_key ON effectonce.outbox_dead (relay, topic, sha256(key), seq);
--- The relay looks at the rows that may leave, and not at those that wait: rows that were handed back, keys that lost a
--- row, and, topic by topic, rows that are handed back when their topic is there or resumed.
-CREATE INDEX outbox_dead_retry ON effectonce.outbox_dead (relay, seq) WHERE state = 'retry';
-CREATE INDEX outbox_dead_waiting ON effectonce.outbox_dead (relay, topic, reason, seq)
+CREATE INDEX outbox_dead_key ON effectonce.outbox_dead (relay, topic, sha256(key), seq) WHERE state <> 'discarded';
+-- The relay looks at the rows that may leave, and not at those that wait: rows that were handed back or discarded, and,
+-- topic by topic, rows that are handed back when their topic is there or resumed.
+CREATE INDEX outbox_dead_leaving ON effectonce.outbox_dead (relay, seq) WHERE state IN ('retry', 'discard');
+CREATE INDEX outbox_dead_waiting ON effectonce.outbox_dead (relay, topic, reason, waits_for, seq)
   WHERE state = 'held' AND reason IN ('unknown_topic', 'not_authorized', 'paused');
-
--- Keys that lost a dead row: the relay publishes what is behind it, and removes the entry. Only inserts, and no unique
--- constraint: a deletion waits for no lock on account of it. An entry may be about a key of which nothing is left, or
--- whose next row is held.
-CREATE TABLE effectonce.outbox_dead_freed (
-  id    bigint GENERATED ALWAYS AS IDENTITY,
-  relay text   NOT NULL CHECK (octet_length(relay) BETWEEN 1 AND 255),
-  topic text   NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
-  hash  bytea  NOT NULL CHECK (octet_length(hash) = 32), -- SHA-256 of the key
-  CONSTRAINT outbox_dead_freed_pkey PRIMARY KEY (relay, id)
-) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 5000);
-
--- By a trigger, so that people with psql do so, too. With the rights of the owner: a role that may delete dead rows
--- needs no right on the table.
-CREATE FUNCTION effectonce.outbox_dead_free() RETURNS trigger
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-BEGIN
-  -- A trigger of somebody else's table would choose the types of the columns, and with them which functions run here.
-  IF TG_RELID <> 'effectonce.outbox_dead'::regclass THEN
-    RAISE EXCEPTION 'outbox_dead_free is for outbox_dead alone' USING ERRCODE = 'insufficient_privilege';
-  END IF;
-  INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
-  SELECT DISTINCT relay, topic, sha256(key) FROM gone WHERE key IS NOT NULL;
-  RETURN NULL;
-END
-$$;
-REVOKE ALL ON FUNCTION effectonce.outbox_dead_free() FROM PUBLIC;
-CREATE TRIGGER outbox_dead_free AFTER DELETE ON effectonce.outbox_dead
-  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_dead_free();
-ALTER TABLE effectonce.outbox_dead ENABLE ALWAYS TRIGGER outbox_dead_free; -- also for session_replication_role = replica
+CREATE INDEX outbox_dead_discarded ON effectonce.outbox_dead (seq) WHERE state = 'discarded';
 
 -- Any login can take an advisory lock, and keep it. The lock of a row needs the right to update the table.
 CREATE TABLE effectonce.outbox_locks (

@@ -79,7 +79,7 @@ GRANT SELECT, INSERT, DELETE ON effectonce.outbox_ticks TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_progress TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_dead TO effectonce_relay;
-GRANT SELECT, INSERT, DELETE ON effectonce.outbox_advances, effectonce.outbox_dead_freed TO effectonce_relay;
+GRANT SELECT, INSERT, DELETE ON effectonce.outbox_advances TO effectonce_relay;
 GRANT SELECT ON effectonce.outbox_progress_now, effectonce.outbox_paused TO effectonce_relay;
 -- A sequence that is behind: a relay only looks.
 GRANT EXECUTE ON FUNCTION effectonce.outbox_sequence_state() TO effectonce_relay, effectonce_operator;
@@ -118,13 +118,15 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(tex
 -- It sees everything, and changes what waits for a person; each change is written down.
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_progress_now,
-  effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_locks, effectonce.outbox_dead, effectonce.outbox_dead_freed,
+  effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_locks, effectonce.outbox_dead,
   effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
   effectonce.consumer_pauses, effectonce.processed_messages,
   effectonce.processed_forever, effectonce.maintenance, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
-GRANT UPDATE, DELETE ON effectonce.outbox_dead, effectonce.parked_messages TO effectonce_operator;
+-- Not the columns that say where in which key a dead row is: the rows behind it would wait for another one.
+GRANT UPDATE (state, headers, payload) ON effectonce.outbox_dead TO effectonce_operator;
+GRANT UPDATE, DELETE ON effectonce.parked_messages TO effectonce_operator;
 GRANT INSERT, UPDATE, DELETE ON effectonce.outbox_paused TO effectonce_operator;
 -- Orders to a consumer: where a partition resumes, what is paused, and from when on another rule names messages.
 GRANT UPDATE (resume_at) ON effectonce.consumer_positions TO effectonce_operator;
@@ -134,7 +136,7 @@ GRANT UPDATE (id_rule) ON effectonce.consumers TO effectonce_operator;
 GRANT UPDATE (shards) ON effectonce.outbox_relays TO effectonce_operator;
 GRANT INSERT, UPDATE (epoch) ON effectonce.outbox_progress TO effectonce_operator; -- UPDATE: to lock rows
 GRANT INSERT ON effectonce.outbox_advances TO effectonce_operator;
-GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead_freed TO effectonce_operator;
+GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas TO effectonce_operator;
 GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_operator;
 -- Not the columns that say which request it is, what it asked for, what its phases hand on and which are done. What is
 -- decided can be decided wrongly: state and DELETE, which is for what is over and cannot be limited to it, are enough to

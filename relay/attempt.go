@@ -34,7 +34,6 @@ type attempt struct {
 	// ofEarlierPage.
 	behind map[topicKey]int64
 	skip   bool // Config.SkipDead
-	waits  bool // released rows that the brokers refuse, in an outage, stay as they are
 }
 
 // target is what takes rows: Kafka, Kafka with transactions, or a Sink.
@@ -134,12 +133,16 @@ func (a *attempt) upTo(r *row) cursor {
 
 // try makes an attempt of a page of the outbox that was read at one cursor and ends at another.
 func (p *publisher) try(ctx context.Context, page *page, from, end cursor) (*attempt, error) {
-	behind, err := p.dead.behind(ctx, page.rows)
+	rows, err := p.dead.notOwned(ctx, page.rows)
+	if err != nil {
+		return nil, err
+	}
+	behind, err := p.dead.behind(ctx, rows)
 	if err != nil {
 		return nil, err
 	}
 	a := &attempt{from: from, end: end, bytes: page.bytes, behind: behind, skip: p.cfg.SkipDead}
-	return a, p.separate(ctx, a, page.rows)
+	return a, p.separate(ctx, a, rows)
 }
 
 // tryReleased makes an attempt of released dead rows. A row that is still held back stays where it

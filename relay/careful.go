@@ -140,7 +140,6 @@ func (p *publisher) publishEach(work, ctx context.Context, a *attempt, by single
 		err := c.decide(work, ctx, i, r)
 		if a.released && errors.Is(err, errOutage) { // other rows do not wait for these
 			p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", err)
-			a.waits = true
 			return nil
 		}
 		if err != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -49,14 +50,11 @@ type deadRows struct {
 	*publisher
 	look      *deadLook
 	releasing bool  // there are more rows to publish
-	after     place // where the last page of dead rows ended
+	after     int64 // where the last page of dead rows ended: see releasableSQL
 	limit     int   // rows of the next page of dead rows
 	deadAdded int   // rows that became dead since the last release
+	last      int64 // the largest seq that a dead row had when the work began
 }
-
-// place is the position of the worker among keys that lost a row, and among rows that were handed
-// back: see releasableSQL.
-type place struct{ freed, retry int64 }
 
 // release publishes dead rows that may leave, in their order, together with the rows behind them.
 // If there are many, pages of the outbox, with the rows of other topics, alternate with them. Each
@@ -79,7 +77,7 @@ func (p *publisher) release(work, ctx context.Context) error {
 			return err
 		}
 		if !more {
-			d.releasing, d.after = false, place{}
+			d.releasing, d.after = false, 0
 			d.look.taken()
 			return nil
 		}
@@ -98,14 +96,14 @@ func (p *publisher) releaseSome(work, ctx context.Context) (published int, more 
 	if err != nil || !page.any {
 		return 0, false, err
 	}
+	a, err := p.tryReleased(ctx, &page.page)
+	if err != nil {
+		return 0, false, err
+	}
+	if err := p.dead.remove(ctx, seqs(a.dropped), page.discarded); err != nil {
+		return 0, false, err
+	}
 	if len(page.rows) > 0 {
-		a, err := p.tryReleased(ctx, &page.page)
-		if err != nil {
-			return 0, false, err
-		}
-		if err := p.dead.remove(ctx, seqs(a.dropped)); err != nil {
-			return 0, false, err
-		}
 		if err := p.flight.settled(ctx); err != nil {
 			return 0, false, err
 		}
@@ -115,20 +113,18 @@ func (p *publisher) releaseSome(work, ctx context.Context) (published int, more 
 		if err := p.target.publish(work, ctx, a); err != nil {
 			return 0, false, err
 		}
-		if published = len(a.rows) + len(a.dropped); a.waits {
-			page.freed = nil
-		}
+		published = len(a.rows) + len(a.dropped)
 	}
 	p.dead.after = page.end
-	return published, true, p.dead.forgetFreed(ctx, page.freed)
+	return published + len(page.discarded), true, nil
 }
 
-// deadPage is a page of dead rows that may leave, and the entries and keys that were read for it.
+// deadPage is a page of dead rows that may leave.
 type deadPage struct {
 	page
-	any   bool    // a key was checked
-	freed []int64 // entries of keys that lost a row
-	end   place
+	any       bool    // a key was checked
+	discarded []int64 // rows that are not published
+	end       int64
 }
 
 // page reads dead rows that may leave, as readPage reads rows of the outbox.
@@ -136,7 +132,7 @@ func (d *deadRows) page(ctx context.Context) (*deadPage, error) {
 	limit := d.care(true).limit(min(d.limit, releaseRowsMax))
 	page := &deadPage{end: d.after}
 	err := d.ask(ctx, func(rows pgx.Rows) error { return page.read(rows, d.flight.bytesMax/4) },
-		d.sql.releasable, d.cfg.Name, d.after.freed, d.after.retry, limit, d.lease.shards, d.lease.shard, d.cfg.SkipDead)
+		d.sql.of(releasableSQL), d.cfg.Name, d.after, limit, d.lease.shards, d.lease.shard, d.cfg.SkipDead)
 	if err != nil {
 		return nil, err
 	}
@@ -144,44 +140,41 @@ func (d *deadRows) page(ctx context.Context) (*deadPage, error) {
 	return page, nil
 }
 
-// read takes rows until bytesMax is passed. Later pages read the rest: a key that was cut loses the
-// rows before the cut, and so gets an entry; the keys after it are behind the page's end.
+// read takes rows until bytesMax is passed. Later pages read the rest: of a key that was cut, the row
+// behind the cut gets the state retry, and the keys after it are behind the page's end.
 func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 	defer rows.Close()
-	var last struct {
-		kind    int16 // 1: a key that lost a row, 2: a row that was handed back
-		at, seq int64
-	}
+	before := int64(math.MinInt64) // the row before, of the same key
+	drops := false                 // a row of the key is discarded: those behind it follow when it is gone
 	for p.bytes <= bytesMax && rows.Next() {
-		now, freed, r := last, []int64(nil), row{}
+		at, r := int64(0), row{}
 		var seq *int64 // null: nothing of the key may leave
 		var id pgtype.UUID
 		var created *time.Time
-		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created, &r.was); err != nil {
+		var state string
+		if err := rows.Scan(&at, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created, &r.was, &state); err != nil {
 			return err
 		}
-		if key := now.kind != last.kind || now.at != last.at; key {
-			if now.kind < last.kind || now.kind == last.kind && now.at < last.at {
-				return errNoOrder
-			}
-			p.any, p.freed, now.seq = true, append(p.freed, freed...), 0
-			if now.kind == 1 {
-				p.end.freed = now.at
-			} else {
-				p.end.retry = now.at
-			}
+		if at < p.end {
+			return errNoOrder
 		}
-		if seq != nil {
-			if r.seq = *seq; r.seq <= now.seq {
-				return errNoOrder
-			}
-			now.seq, r.id, r.created = r.seq, id.Bytes, *created
-			p.rows, p.bytes = append(p.rows, r), p.bytes+r.bytes()
+		if at > p.end {
+			p.any, p.end, before, drops = true, at, math.MinInt64, false
 		}
-		last = now
-	}
-	if last.kind == 2 { // all entries of this page precede it
-		p.end.freed = max(p.end.freed, slices.Max(append(p.freed, 0)))
+		if seq == nil {
+			continue
+		}
+		if *seq <= before {
+			return errNoOrder
+		}
+		if before = *seq; state == "discard" {
+			p.discarded, drops = append(p.discarded, *seq), true
+		}
+		if drops {
+			continue
+		}
+		r.seq, r.id, r.created = *seq, id.Bytes, *created
+		p.rows, p.bytes = append(p.rows, r), p.bytes+r.bytes()
 	}
 	slices.SortFunc(p.rows, func(a, b row) int { return cmp.Compare(a.seq, b.seq) }) // in the order of insert, across keys
 	return rows.Err()
@@ -212,8 +205,40 @@ func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]int64, 
 			return nil
 		})
 		return err
-	}, d.sql.holding, d.cfg.Name, names, keys, d.cfg.SkipDead)
+	}, d.sql.of(holdingSQL), d.cfg.Name, names, keys, d.cfg.SkipDead)
 	return found, err
+}
+
+// notOwned returns the rows of a page that are not in outbox_dead. Rows that are there are read again
+// where progress went back: in another cluster, and after a change of the number of shards.
+func (d *deadRows) notOwned(ctx context.Context, rows []row) ([]row, error) {
+	var numbers []int64
+	var ids [][16]byte
+	var places []int
+	for i := range rows {
+		if rows[i].seq <= d.last {
+			numbers, ids, places = append(numbers, rows[i].seq), append(ids, rows[i].id), append(places, i)
+		}
+	}
+	if len(numbers) == 0 {
+		return rows, nil
+	}
+	owned := map[int]bool{}
+	var at int
+	err := d.ask(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&at}, func() error { owned[places[at-1]] = true; return nil })
+		return err
+	}, d.sql.of(ownedSQL), d.cfg.Name, numbers, ids)
+	if err != nil || len(owned) == 0 {
+		return rows, err
+	}
+	var others []row
+	for i := range rows {
+		if !owned[i] {
+			others = append(others, rows[i])
+		}
+	}
+	return others, nil
 }
 
 // ask sends a statement on dead rows after its settings, in one round trip and one transaction. The
@@ -228,7 +253,7 @@ func (p *publisher) ask(ctx context.Context, read func(pgx.Rows) error, sql stri
 // another server than that of the lease: dead rows there are not valid for this lease.
 func (p *publisher) askNow(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	batch := &pgx.Batch{}
-	batch.Queue(p.sql.deadSettings, p.lease.cluster.run)
+	batch.Queue(p.sql.of(deadSettingsSQL), p.lease.cluster.run)
 	batch.Queue(sql, args...)
 	results := p.pool.SendBatch(ctx, batch)
 	same := false
@@ -248,7 +273,7 @@ func (p *publisher) askNow(ctx context.Context, read func(pgx.Rows) error, sql s
 		}
 	}
 	if err = errors.Join(err, results.Close()); err != nil {
-		return fmt.Errorf("read dead rows: %w", silence(ctx, err))
+		return fmt.Errorf("read or change dead rows: %w", silence(ctx, err))
 	}
 	return nil
 }
@@ -278,10 +303,10 @@ func (p *publisher) moveToDead(ctx context.Context, dead []deadRow, end cursor) 
 func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, rows int64, journal *int64) error {
 	var done advanced
 	err := p.transact(ctx, func(tx pgx.Tx) (err error) {
-		if _, err := tx.Exec(ctx, p.sql.deadSettings, p.lease.cluster.run); err != nil {
+		if _, err := tx.Exec(ctx, p.sql.of(deadSettingsSQL), p.lease.cluster.run); err != nil {
 			return err
 		}
-		if _, err := tx.Exec(ctx, p.sql.moveToDead, p.cfg.Name, dead.seqs, dead.reasons, dead.errs); err != nil {
+		if _, err := tx.Exec(ctx, p.sql.of(moveToDeadSQL), p.cfg.Name, dead.seqs, dead.reasons, dead.errs, dead.waits, dead.state); err != nil {
 			return err
 		}
 		done, err = p.progress.insert(ctx, tx, end, rows, journal)
@@ -300,7 +325,6 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 	d.look.moved(dead)
 	d.deadAdded += len(dead)
 	for _, row := range dead {
-		d.topics.blocks(row)
 		if d.cfg.Hooks.Dead != nil {
 			d.cfg.Hooks.Dead(row.row.topic, row.reason)
 		}
@@ -314,17 +338,19 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 
 // verdicts are dead rows in the form of statement parameters.
 type verdicts struct {
-	seqs          []int64
-	reasons, errs []string
+	state                string // of those that are not behind another one
+	seqs                 []int64
+	reasons, errs, waits []string
 }
 
-func (v *verdicts) add(seq int64, reason Reason, err string) {
-	v.seqs, v.reasons, v.errs = append(v.seqs, seq), append(v.reasons, string(reason)), append(v.errs, err)
+func (v *verdicts) add(seq int64, reason Reason, err, waitsFor string) {
+	v.seqs, v.reasons, v.errs, v.waits = append(v.seqs, seq), append(v.reasons, string(reason)), append(v.errs, err), append(v.waits, waitsFor)
 }
 
-func columns(dead []deadRow) (v verdicts) {
+func columns(dead []deadRow) verdicts {
+	v := verdicts{state: "held"}
 	for _, d := range dead {
-		v.add(d.row.seq, d.reason, d.err)
+		v.add(d.row.seq, d.reason, d.err, d.waitsFor)
 	}
 	return v
 }
@@ -340,7 +366,7 @@ func seqs(rows []*row) []int64 {
 // published removes released rows that were published, and holds those again that still cannot be.
 func (d *deadRows) published(ctx context.Context, a *attempt) error {
 	if len(a.rows) > 0 {
-		if err := d.remove(ctx, seqs(a.rows)); err != nil {
+		if err := d.remove(ctx, seqs(a.rows), nil); err != nil {
 			return err
 		}
 		d.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", d.cfg.Name, "rows", len(a.rows))
@@ -348,21 +374,25 @@ func (d *deadRows) published(ctx context.Context, a *attempt) error {
 	return d.holdAgain(ctx, a.dead)
 }
 
-// remove deletes rows that were published.
-func (d *deadRows) remove(ctx context.Context, seqs []int64) error {
-	if len(seqs) == 0 {
+// remove deletes rows that were published, and sets aside discarded ones.
+func (d *deadRows) remove(ctx context.Context, published, discarded []int64) error {
+	if len(published)+len(discarded) == 0 {
 		return nil
 	}
-	ctx, cancel := d.patient(ctx)
-	defer cancel()
-	var mine bool
-	if err := d.pool.QueryRow(ctx, d.sql.removeDead, d.cfg.Name, d.lease.shard, d.lease.epoch, seqs).Scan(&mine); err != nil {
-		return fmt.Errorf("remove released rows: %w", silence(ctx, err))
+	return d.change(ctx, d.ask, d.sql.of(removeDeadSQL), published, discarded)
+}
+
+// change executes a statement that depends on the lease.
+func (p *publisher) change(ctx context.Context, ask func(context.Context, func(pgx.Rows) error, string, ...any) error, sql string, args ...any) error {
+	mine := false
+	err := ask(ctx, func(rows pgx.Rows) (err error) {
+		mine, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+		return err
+	}, sql, append([]any{p.cfg.Name, p.lease.shard, p.lease.epoch, p.lease.cluster.run, p.cfg.SkipDead}, args...)...)
+	if err == nil && !mine {
+		err = errLeaseLost
 	}
-	if !mine {
-		return errLeaseLost
-	}
-	return nil
+	return err
 }
 
 // holdAgain stores why released rows still cannot be published.
@@ -372,31 +402,6 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 	if len(again) == 0 {
 		return nil
 	}
-	ctx, cancel := d.patient(ctx)
-	defer cancel()
 	v := columns(again)
-	var mine bool
-	if err := d.pool.QueryRow(ctx, d.sql.holdAgain, d.cfg.Name, d.lease.shard, d.lease.epoch, v.seqs, v.reasons, v.errs, d.cfg.SkipDead).Scan(&mine); err != nil {
-		return fmt.Errorf("hold dead rows again: %w", silence(ctx, err))
-	}
-	if !mine {
-		return errLeaseLost
-	}
-	for _, row := range again {
-		d.topics.blocks(row)
-	}
-	return nil
-}
-
-// forgetFreed removes entries of keys that were checked. A holder that lost its shard removes none.
-func (d *deadRows) forgetFreed(ctx context.Context, freed []int64) error {
-	if len(freed) == 0 {
-		return nil
-	}
-	ctx, cancel := d.patient(ctx)
-	defer cancel()
-	if _, err := d.pool.Exec(ctx, d.sql.forgetFreed, d.cfg.Name, d.lease.shard, d.lease.epoch, freed); err != nil {
-		return fmt.Errorf("forget keys of dead rows: %w", silence(ctx, err))
-	}
-	return nil
+	return d.change(ctx, d.ask, d.sql.of(holdAgainSQL), v.seqs, v.reasons, v.errs, v.waits)
 }

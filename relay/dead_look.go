@@ -3,7 +3,6 @@ package relay
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
 	"sync"
@@ -29,18 +28,17 @@ type deadLook struct {
 	seen      int        // moves
 	wasPaused *pausedSet // at the last check of topics
 	handing   bool       // more rows of a topic follow when the worker has published these
-	ready     []ready    // waits that are over: their rows are handed back batch by batch
+	looked    bool       // for topics
 	due       time.Time
 	rest      time.Duration // between two checks of topics
-	skipFreed bool          // see Config.SkipDead
+	skipped   bool          // see Config.SkipDead
 }
 
-// ready is a topic whose rows no longer need to wait for a reason, and the last row that was handed
-// back.
-type ready struct {
+// wait is a topic that rows wait for, and why: name is the one in Kafka.
+type wait struct {
 	topic  string
 	reason Reason
-	after  int64
+	name   string
 }
 
 const (
@@ -51,8 +49,8 @@ const (
 	// lookShare: after a poll that takes long, because of the rows that an old snapshot keeps, the
 	// pause is this many times its duration.
 	lookShare = 20
-	// handBackMax bounds the rows of a topic that are handed back at once. The worker publishes
-	// them before the next batch.
+	// handBackMax bounds the rows that are handed back at once. The worker publishes them before the
+	// next batch.
 	handBackMax = 5000
 )
 
@@ -74,9 +72,17 @@ func (l *deadLook) learn(ctx context.Context, names []string) error {
 	return l.learnNow(ctx, names)
 }
 
-// begin reads which topics have dead rows. The previous holder adds none any more.
+// begin reads which topics have dead rows, and the last of the shard. The previous holder adds none any
+// more.
 func (l *deadLook) begin(ctx context.Context) error {
 	if err := l.readTopics(ctx); err != nil {
+		return err
+	}
+	err := l.ask(ctx, func(rows pgx.Rows) (err error) {
+		l.dead.last, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
+		return err
+	}, l.sql.of(lastDeadSQL), l.cfg.Name, l.lease.shards, l.lease.shard)
+	if err != nil {
 		return err
 	}
 	l.mu.Lock()
@@ -130,14 +136,14 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 	if len(l.topicsNow()) == 0 {
 		return 0, nil
 	}
-	if l.cfg.SkipDead && !l.skipFreed {
-		if err := l.freeSkipped(ctx); err != nil {
+	if l.cfg.SkipDead && !l.skipped {
+		if err := l.change(ctx, l.ask, l.sql.of(skipDeadSQL), l.lease.shards); err != nil {
 			return 0, err
 		}
-		l.skipFreed = true
+		l.skipped = true
 	}
 	if l.handing || l.changed() || !time.Now().Before(l.due) {
-		if err := l.lookForTopics(ctx); err != nil {
+		if err := l.handBack(ctx); err != nil {
 			return 0, err
 		}
 	}
@@ -145,7 +151,7 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 	err = l.ask(ctx, func(rows pgx.Rows) error {
 		found, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
 		return err
-	}, l.sql.released, l.cfg.Name, l.lease.shards, l.lease.shard, l.cfg.SkipDead)
+	}, l.sql.of(releasedSQL), l.cfg.Name, l.lease.shards, l.lease.shard, l.cfg.SkipDead)
 	if found {
 		l.mu.Lock()
 		l.found = true
@@ -167,39 +173,36 @@ func (l *deadLook) changed() bool {
 	return true
 }
 
-// lookForTopics hands back a batch of rows whose topic now exists, or is no longer paused.
-func (l *deadLook) lookForTopics(ctx context.Context) error {
+// handBack hands back a batch of rows whose topic now exists, or is no longer paused.
+func (l *deadLook) handBack(ctx context.Context) error {
 	if !l.handing {
 		l.due = time.Now().Add(l.rest)
 		l.rest = min(2*l.rest, waitEvery)
-		if err := l.readTopics(ctx); err != nil {
-			return err
-		}
-		if err := l.lookForReady(ctx); err != nil {
-			return err
-		}
 	}
-	l.handing = false
-	for i := 0; i < len(l.ready); {
-		if l.isPaused(l.ready[i].topic) { // paused again: its remaining rows wait
-			i++
-			continue
-		}
-		n, err := l.handBack(ctx, &l.ready[i])
+	if err := l.readTopics(ctx); err != nil {
+		return err
+	}
+	ready, err := l.ready(ctx)
+	if err != nil {
+		return err
+	}
+	left := handBackMax
+	for i := 0; i < len(ready) && left > 0; i++ {
+		w, n := ready[i], 0
+		err := l.ask(ctx, func(rows pgx.Rows) (err error) {
+			n, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+			return err
+		}, l.sql.of(retryTopicSQL), l.cfg.Name, w.topic, w.reason, w.name, left, l.lease.shards, l.lease.shard)
 		if err != nil {
 			return err
 		}
-		if n == handBackMax {
-			l.handing = true
-			return nil
+		if left -= n; n > 0 {
+			l.rest, l.due = deadEvery, time.Time{}
 		}
-		l.ready, l.rest, l.due = slices.Delete(l.ready, i, i+1), deadEvery, time.Time{}
 	}
+	l.handing = left == 0
 	return nil
 }
-
-// isPaused reports whether the worker lets the rows of a topic wait.
-func (l *deadLook) isPaused(topic string) bool { return l.lease.obeys.set.Load().has(topic) }
 
 // readTopics reads which topics have dead rows. It discards the result if more rows became dead
 // during the statement, which may not have seen those.
@@ -211,7 +214,7 @@ func (l *deadLook) readTopics(ctx context.Context) error {
 	err := l.ask(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&name}, func() error { topics[name] = true; return nil })
 		return err
-	}, l.sql.deadTopics, l.cfg.Name)
+	}, l.sql.of(deadTopicsSQL), l.cfg.Name)
 	if err != nil {
 		return err
 	}
@@ -223,79 +226,40 @@ func (l *deadLook) readTopics(ctx context.Context) error {
 	return nil
 }
 
-// lookForReady finds topics that rows waited for and that are ready now.
-func (l *deadLook) lookForReady(ctx context.Context) error {
-	var waits []ready
-	var w ready
-	err := l.ask(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&w.topic, &w.reason}, func() error { waits = append(waits, w); return nil })
+// ready returns the waits that are over. Where another topic in Kafka is chosen now, the rows do not wait
+// for the one that they waited for; what Config.Topic chooses is not known before it is asked.
+func (l *deadLook) ready(ctx context.Context) (over []wait, err error) {
+	var waits []wait
+	err = l.ask(ctx, func(rows pgx.Rows) (err error) {
+		waits, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (w wait, err error) { return w, row.Scan(&w.topic, &w.reason, &w.name) })
 		return err
-	}, l.sql.waitingTopics, l.cfg.Name)
+	}, l.sql.of(waitingTopicsSQL), l.cfg.Name)
 	if err != nil {
-		return err
+		return nil, err
 	}
+	paused, first := l.lease.obeys.set.Load(), !l.looked
 	var missing []string
 	for _, w := range waits {
 		switch {
-		case l.isPaused(w.topic):
-		case w.reason == ReasonPaused:
-			l.isReady(w)
-		case !slices.Contains(missing, w.topic):
-			missing = append(missing, w.topic)
+		case paused.has(w.topic):
+		case w.reason == ReasonPaused, l.cfg.Sink != nil, l.cfg.Topic != nil && first, l.cfg.Topic == nil && w.name != l.cfg.TopicPrefix+w.topic:
+			over = append(over, w)
+		default:
+			missing = append(missing, w.name)
 		}
 	}
-	return l.lookForMissing(ctx, missing, waits)
-}
-
-// lookForMissing queries Kafka for topics that rows wait for.
-func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits []ready) error {
-	var names []string
-	for _, topic := range missing {
-		names = append(names, l.topics.waitingFor(topic)...)
-	}
-	if len(names) > 0 {
-		if err := l.learn(ctx, names); err != nil {
-			return err
+	if len(missing) > 0 {
+		if err := l.learn(ctx, missing); err != nil {
+			return nil, err
 		}
 	}
-	for _, topic := range missing {
-		if !l.topics.released(topic, l.topics.waitingFor(topic)) {
-			continue
-		}
-		for _, w := range waits {
-			if w.topic == topic && w.reason != ReasonPaused {
-				l.isReady(w)
-			}
+	l.looked = true
+	for _, w := range waits {
+		if s, ok := l.topics.get(w.name); ok && s.reason == "" && slices.Contains(missing, w.name) && !paused.has(w.topic) && !slices.Contains(over, w) {
+			over = append(over, w)
 		}
 	}
-	return nil
-}
-
-// isReady notes that rows no longer need to wait.
-func (l *deadLook) isReady(w ready) {
-	if !slices.ContainsFunc(l.ready, func(r ready) bool { return r.topic == w.topic && r.reason == w.reason }) {
-		l.ready = append(l.ready, w)
-	}
-}
-
-// handBack hands back the next rows of a topic.
-func (l *deadLook) handBack(ctx context.Context, r *ready) (rows int, err error) {
-	err = l.ask(ctx, func(result pgx.Rows) error {
-		if !result.Next() {
-			return result.Err()
-		}
-		return result.Scan(&rows, &r.after)
-	}, l.sql.retryTopic, l.cfg.Name, r.topic, r.reason, r.after, handBackMax, l.lease.shards, l.lease.shard)
-	return rows, err
-}
-
-func (l *deadLook) freeSkipped(ctx context.Context) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, l.patience, errNoAnswer)
-	defer cancel()
-	if _, err := l.pool.Exec(ctx, l.sql.freeSkipped, l.cfg.Name, l.lease.shards, l.lease.shard); err != nil {
-		return fmt.Errorf("free the keys of dead rows that hold no other row: %w", silence(ctx, err))
-	}
-	return nil
+	return over, nil
 }
 
 // topicsNow returns the topics that may have dead rows. The worker relies on it: a topic is missing

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -29,9 +30,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: a dead row that an operator deletes while it is being published costs the relay
+// Property: a dead row that an operator discards while it is being published costs the relay
 // nothing: it keeps its lease, and gives it back.
-func TestDeadRowDeletedWhileItIsPublished(t *testing.T) {
+func TestDeadRowDiscardedWhileItIsPublished(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -45,7 +46,7 @@ func TestDeadRowDeletedWhileItIsPublished(t *testing.T) {
 		operator, err := pool.Begin(ctx)
 		require.NoError(t, err)
 		defer operator.Rollback(context.WithoutCancel(ctx))
-		_, err = operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`)
+		_, err = operator.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'discard'`)
 		require.NoError(t, err)
 		done := make(chan error, 1)
 		go func() {
@@ -205,21 +206,60 @@ func TestRowsBehindADeadOneWait(t *testing.T) {
 // guarantees.md.
 func TestDeadRowsBelongToTheHolder(t *testing.T) {
 	t.Parallel()
-	for tag, headers := range map[string]string{"-- relay.remove_dead": `{}`, "-- relay.hold_again": `{"n": {}}`} {
-		t.Run(tag, func(t *testing.T) {
-			t.Parallel()
+	either(t, "before it", "during it", func(t *testing.T, duringIt bool) {
+		t.Helper()
+		for tag, headers := range map[string]string{"-- relay.remove_dead": `{}`, "-- relay.hold_again": `{"n": {}}`} {
 			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 			insert(t, pool, topic, "k", "1")
 			must(t, pool, `UPDATE effectonce.outbox SET headers = '{"n": {}}'`)
 			drain(t, newRelay(t, pool, relay.Config{}))
 			must(t, pool, `UPDATE effectonce.outbox_dead SET headers = $1, state = 'retry'`, headers)
 			row := func() string { return one[string](t, pool, `SELECT d::text FROM effectonce.outbox_dead d`) }
-			before := row()
-			_, _ = newRelay(t, traced(t, pool, &between{tag, meddle(t, pool, takenSQL)}), relay.Config{}).Drain(ctx) // it may not have found out
+			before, meddles := row(), meddle(t, pool, takenSQL)
+			if duringIt { // while it waits for a lock that an operator has
+				operator, err := pool.Begin(ctx)
+				require.NoError(t, err)
+				defer operator.Rollback(context.WithoutCancel(ctx))
+				_, err = operator.Exec(ctx, `SELECT FROM effectonce.outbox_dead FOR UPDATE`)
+				require.NoError(t, err)
+				takes := meddles
+				meddles = func(context.Context) {
+					go func() {
+						for blocked := false; !blocked && pause.For(ctx, time.Millisecond); {
+							if err := pool.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'traced' AND wait_event_type = 'Lock')`).Scan(&blocked); err != nil {
+								t.Error(err)
+							}
+						}
+						takes(ctx)
+						if err := operator.Rollback(ctx); err != nil {
+							t.Error(err)
+						}
+					}()
+				}
+			}
+			_, _ = newRelay(t, traced(t, pool, &between{tag, meddles}), relay.Config{}).Drain(ctx) // it may not have found out
 			require.Equal(t, before, row())
 			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
-		})
+		}
+	})
+}
+
+// Property: a discarded row that is handed back after the relay read it is published, in its order.
+func TestRowHandedBackAfterItsDiscard(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.UnusedTopic(t)
+	for i := range 3 {
+		insert(t, pool, topic, "k", fmt.Sprint(i))
 	}
+	drain(t, newRelay(t, pool, relay.Config{}))
+	kafkatest.CreateTopic(t, topic, 1)
+	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE state = 'held'`)
+	var once sync.Once
+	undo := meddle(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'discard'`)
+	drain(t, newRelay(t, traced(t, pool, &between{"-- relay.remove_dead", func(ctx context.Context) { once.Do(func() { undo(ctx) }) }}), relay.Config{}))
+	drain(t, newRelay(t, pool, relay.Config{}))
+	require.Equal(t, []string{"0", "1", "2"}, values(t, topic))
+	require.Zero(t, dead(t, pool))
 }
 
 // poisoned lets Kafka refuse records with "poison" in them, and everything that is produced
@@ -281,12 +321,12 @@ func TestFailedPollOfDeadRowsStopsNothing(t *testing.T) {
 	starts(t, newRelay(t, pool, relay.Config{Logger: slog.New(slog.NewTextHandler(said, nil)), Hooks: relay.Hooks{Interrupted: func(error) { interrupted.Add(1) }}}))
 	insert(t, pool, topic, "k", "1")
 	testwait.True(t, "it runs", func() bool { return len(values(t, topic)) == 1 })
-	must(t, pool, `ALTER TABLE effectonce.outbox_dead_freed RENAME TO gone`)
-	testwait.True(t, "a poll fails", func() bool { return strings.Contains(said.String(), "outbox_dead_freed") })
+	must(t, pool, `ALTER TABLE effectonce.outbox_dead RENAME TO gone`)
+	testwait.True(t, "a poll fails", func() bool { return strings.Contains(said.String(), "could not be polled") })
 	insert(t, pool, topic, "k", "2")
 	testwait.True(t, "other rows flow", func() bool { return len(values(t, topic)) == 2 })
 	require.Zero(t, interrupted.Load())
-	must(t, pool, `ALTER TABLE effectonce.gone RENAME TO outbox_dead_freed`)
+	must(t, pool, `ALTER TABLE effectonce.gone RENAME TO outbox_dead`)
 	kafkatest.CreateTopic(t, missing, 1)
 	testwait.True(t, "it leaves", func() bool { return dead(t, pool) == 0 })
 }
@@ -511,17 +551,44 @@ func (f *freezing) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.T
 
 func (*freezing) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// Property: a dead row that is deleted by a session whose triggers do not run frees its key, too.
-func TestDeletedWithoutTriggersFreesTheKey(t *testing.T) {
+// Property: a row that an operator discarded is not published when progress goes back behind it: in
+// another cluster, and where the number of shards changes. It is remembered for as long as the outbox has
+// it. Row O22 of guarantees.md.
+func TestDiscardedRowIsNotPublishedAgain(t *testing.T) {
 	t.Parallel()
-	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
-	insert(t, pool, topic, "k", "2")
-	drain(t, newRelay(t, pool, relay.Config{}))
-	require.Equal(t, 2, dead(t, pool))
-	must(t, pool, `BEGIN; SET LOCAL session_replication_role = replica; DELETE FROM effectonce.outbox_dead WHERE state = 'held'; COMMIT`)
-	stop := running(t, pool, relay.Config{})
-	testwait.True(t, "the row behind it is published", func() bool { return dead(t, pool) == 0 })
-	stop()
-	require.Equal(t, []string{"2"}, values(t, topic))
+	goesBack := map[string]func(*testing.T, *pgxpool.Pool){
+		"another cluster": func(t *testing.T, pool *pgxpool.Pool) {
+			t.Helper()
+			must(t, pool, `UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`)
+		},
+		"other shards": func(t *testing.T, pool *pgxpool.Pool) {
+			t.Helper()
+			must(t, pool, `UPDATE effectonce.outbox_advances SET seq = 0, tick = 0, next_tick = NULL`) // as that of a shard which was behind
+			_, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+			require.NoError(t, err)
+		},
+	}
+	for name, back := range goesBack {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, topic := pgtest.Pool(t), kafkatest.UnusedTopic(t)
+			bystander := pgtest.Connect(t, pool.Config().ConnString())
+			pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`) // keeps the floor down
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'discarded'), ($1, NULL, 'discarded'), ($1, NULL, 'waits'), ($1, 'l', 'waits'), ($1, 'k', 'behind')`, topic)
+			drain(t, newRelay(t, pool, relay.Config{}))
+			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE payload = 'discarded'`)
+			drain(t, newRelay(t, pool, relay.Config{}))
+			require.Equal(t, []int{3, 5}, one[[]int](t, pool, `SELECT ARRAY[count(*) FILTER (WHERE state <> 'discarded'), count(*)] FROM effectonce.outbox_dead`))
+			back(t, pool)
+			kafkatest.CreateTopic(t, topic, 1)
+			drain(t, newRelay(t, pool, relay.Config{}))
+			require.Subset(t, []string{"waits", "behind"}, values(t, topic)) // more than once: they left before progress came by
+			require.Zero(t, dead(t, pool))
+			pgtest.Exec(t, bystander, `COMMIT`)
+			starts(t, newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond}))
+			testwait.True(t, "it is forgotten", func() bool {
+				return one[int](t, pool, `SELECT (SELECT count(*) FROM effectonce.outbox) + (SELECT count(*) FROM effectonce.outbox_dead)`) == 0
+			})
+		})
+	}
 }

@@ -91,7 +91,7 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	t.cfg.Logger.InfoContext(ctx, "progress is taken from Kafka, which is ahead of the database's copy", "relay", t.cfg.Name, "shard", t.lease.shard, "rows", rows)
 	t.at, t.rows = at, found.Published
 	t.reader.from(at)
-	if err := t.publisher.dead.remove(ctx, found.Revived); err != nil {
+	if err := t.publisher.dead.remove(ctx, found.Revived, nil); err != nil {
 		return err
 	}
 	if err := t.storeAdopted(ctx, found, rows); err != nil {
@@ -350,7 +350,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 		t.journal.committed()
 	}
 	t.at, t.rows, t.uncopied, t.handed = t.end, t.rows+t.handed, t.uncopied+t.handed, 0
-	if err := t.publisher.dead.remove(ctx, t.released); err != nil {
+	if err := t.publisher.dead.remove(ctx, t.released, nil); err != nil {
 		return err
 	}
 	t.released = nil

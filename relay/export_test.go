@@ -68,7 +68,7 @@ func (r *Relay) SetPatience(d time.Duration) { r.patience = d }
 // RenewsWhatItGaveBack reports whether a beat that was running while a lease was released renews
 // it.
 func (r *Relay) RenewsWhatItGaveBack(ctx context.Context) (bool, error) {
-	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
+	if _, err := r.pool.Exec(ctx, r.sql.of(enrollSQL), r.cfg.Name, r.cfg.Shards); err != nil {
 		return false, err
 	}
 	l, err := r.acquire(ctx, 0)

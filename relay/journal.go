@@ -145,13 +145,14 @@ func (e *entry) setDead(dead []deadRow) {
 }
 
 // verdicts returns the dead rows of an entry. A holder committed the entry and died before it moved
-// them to outbox_dead.
-func (e *entry) verdicts() (v verdicts) {
+// them to outbox_dead. They are tried again at once, which finds the details.
+func (e *entry) verdicts() verdicts {
+	v := verdicts{state: "retry"}
 	for reason, above := range e.Dead {
 		var seq int64
 		for _, n := range above {
 			seq += n
-			v.add(seq, reason, "the relay was interrupted after it found this, so the details are lost: a retry finds them again")
+			v.add(seq, reason, "the relay was interrupted after it found this", "")
 		}
 	}
 	return v
@@ -201,7 +202,7 @@ func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
 			continue
 		}
 		var has, same bool
-		if err := j.pool.QueryRow(ctx, j.sql.hasTick, j.lease.cluster.run, t.id, t.token).Scan(&has, &same); err != nil {
+		if err := j.pool.QueryRow(ctx, j.sql.of(hasTickSQL), j.lease.cluster.run, t.id, t.token).Scan(&has, &same); err != nil {
 			return false, err
 		}
 		if !same {

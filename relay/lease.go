@@ -79,7 +79,7 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 		r.say.warn(ctx, "the cluster's identity is unknown: a restore into another cluster, or an old primary, will not be noticed", "error", err)
 		c = cluster{}
 	}
-	if err := r.pool.QueryRow(ctx, r.sql.run).Scan(&c.run); err != nil {
+	if err := r.pool.QueryRow(ctx, r.sql.of(runSQL)).Scan(&c.run); err != nil {
 		return c, fmt.Errorf("read the server's run: %w", err)
 	}
 	if timeline, _, _ := strings.Cut(c.run, "/"); c.timeline != nil && timeline != "" && timeline != fmt.Sprintf("%08X", *c.timeline) {
@@ -115,7 +115,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 		return nil, err
 	}
 	var same bool
-	if err := r.pool.QueryRow(asking, r.sql.seq, l.cluster.run).Scan(&l.seq, &l.cluster.database, &same); err != nil {
+	if err := r.pool.QueryRow(asking, r.sql.of(seqSQL), l.cluster.run).Scan(&l.seq, &l.cluster.database, &same); err != nil {
 		return nil, fmt.Errorf("read the outbox's sequence: %w", err)
 	}
 	if !same {
@@ -129,7 +129,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var from int64
 	var to *int64
 	var known cluster
-	err = r.pool.QueryRow(taking, r.sql.acquire, l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
+	err = r.pool.QueryRow(taking, r.sql.of(acquireSQL), l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
 		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published, &l.n, &l.journal)
 	if errors.Is(err, pgx.ErrNoRows) || pgerr.Is(err, pgerr.UniqueViolation) { // the previous holder wrote progress concurrently: the next poll finds it
 		return nil, nil //nolint:nilnil // no lease is not an error
@@ -187,7 +187,7 @@ func (r *Relay) takeMax() time.Duration { return max(r.cfg.Lease/2, time.Second)
 // giveBack releases the lease early. If it fails, the other replicas only wait for the rest of the
 // lease.
 func (r *Relay) giveBack(ctx context.Context, l *lease) {
-	if _, err := r.pool.Exec(ctx, r.sql.release, r.cfg.Name, l.shard, l.epoch); err != nil {
+	if _, err := r.pool.Exec(ctx, r.sql.of(releaseSQL), r.cfg.Name, l.shard, l.epoch); err != nil {
 		r.say.warn(ctx, "lease could not be released; it expires by itself", "relay", r.cfg.Name, "shard", l.shard, "error", err)
 	}
 }

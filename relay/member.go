@@ -145,7 +145,7 @@ func (m *member) beatEvery() time.Duration {
 func (m *member) enroll(ctx context.Context) error {
 	for trouble := 1; ; trouble++ {
 		asking, cancel := m.brief(ctx)
-		_, err := m.pool.Exec(asking, m.sql.enroll, m.cfg.Name, m.cfg.Shards)
+		_, err := m.pool.Exec(asking, m.sql.of(enrollSQL), m.cfg.Name, m.cfg.Shards)
 		cancel()
 		if err == nil || ctx.Err() != nil {
 			return nil //nolint:nilerr // a clean stop
@@ -221,7 +221,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	}
 	asked := time.Now()
 	s := &standing{obeyed: how.obeyed}
-	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, how.state, problem)
+	rows, err := r.pool.Query(ctx, r.sql.of(beatSQL), r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, how.state, problem)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
@@ -413,7 +413,7 @@ func (m *member) prune(ctx context.Context) {
 	if m.workers[0] == nil || time.Since(m.pruned) < pruneEvery {
 		return
 	}
-	tag, err := m.pool.Exec(ctx, m.sql.prune, pruneRowsMax)
+	tag, err := m.pool.Exec(ctx, m.sql.of(pruneSQL), pruneRowsMax)
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		m.say.warn(ctx, "old ticks could not be removed", "error", err)
 	}
@@ -432,7 +432,7 @@ const (
 func (r *Relay) leave(ctx context.Context, ended bool) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
 	defer cancel()
-	if _, err := r.pool.Exec(ctx, r.sql.leave, r.cfg.Name, r.cfg.Owner, ended); err != nil {
+	if _, err := r.pool.Exec(ctx, r.sql.of(leaveSQL), r.cfg.Name, r.cfg.Owner, ended); err != nil {
 		r.say.warn(ctx, "replica could not be removed from the list; it expires by itself", "relay", r.cfg.Name, "error", err)
 	}
 }

@@ -45,7 +45,7 @@ FROM wanted`
 const withoutRowsSQL = `-- relay.without_rows
 SELECT t.topic FROM pg_catalog.unnest($2::text[]) WITH ORDINALITY AS t (topic, place)
 WHERE NOT EXISTS (SELECT FROM effectonce.outbox_paused p WHERE p.relay = $1 AND p.topic = t.topic)
-  AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $1 AND d.topic = t.topic)
+  AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $1 AND d.topic = t.topic AND d.state IN ('held', 'behind', 'retry'))
   AND NOT EXISTS (SELECT FROM effectonce.outbox_scheduled s WHERE s.topic = t.topic)
   AND NOT EXISTS (SELECT FROM effectonce.outbox o WHERE o.topic = t.topic)
 ORDER BY t.place`

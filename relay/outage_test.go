@@ -273,7 +273,7 @@ func TestFreedRowsOutliveAnOutage(t *testing.T) {
 		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(said, nil))})
 		testwait.True(t, "all wait", func() bool { return dead(t, pool) == 8 })
 		outage := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "orders", Err: kerr.PolicyViolation, Count: -1})
-		must(t, pool, `DELETE FROM effectonce.outbox_dead WHERE state = 'held'`)
+		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE state = 'held'`)
 		testwait.True(t, "they are refused", func() bool { return strings.Contains(said.String(), "refuse rows that were released") })
 		outage.Remove()
 		testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 })

@@ -48,11 +48,11 @@ func deadStatements() []deadStatement {
 	return []deadStatement{
 		{relay.DeadTopicsSQL, []any{"default"}, "outbox_dead_key", 30},
 		{relay.WaitingTopicsSQL, []any{"default"}, "outbox_dead_waiting", 30},
-		{relay.ReleasedSQL, []any{"default", 1, 0, false}, "outbox_dead_freed_pkey outbox_dead_retry outbox_dead_key", 30},
-		{relay.ReleasableSQL, []any{"default", 0, 0, 100, 1, 0, false}, "outbox_dead_freed_pkey outbox_dead_retry outbox_dead_key", 30},
+		{relay.ReleasedSQL, []any{"default", 1, 0, false}, "outbox_dead_leaving outbox_dead_key", 30},
+		{relay.ReleasableSQL, []any{"default", 0, 100, 1, 0, false}, "outbox_dead_leaving outbox_dead_key", 30},
 		{relay.HoldingSQL, []any{"default", topics, keys, false}, "outbox_dead_key", 100 * 6},
-		{relay.MoveToDeadSQL, []any{"default", "{1,5000,19999}", "{refused,refused,refused}", "{x,x,x}"}, "outbox_0_pkey", 3 * 40},
-		{relay.RetryTopicSQL, []any{"default", "missing", "unknown_topic", 0, 100, 1, 0}, "outbox_dead_waiting", 100 * 40},
+		{relay.MoveToDeadSQL, []any{"default", "{1,5000,19999}", "{refused,refused,refused}", "{x,x,x}", "{x,x,x}", "held"}, "outbox_0_pkey", 3 * 40},
+		{relay.RetryTopicSQL, []any{"default", "missing", "unknown_topic", "", 100, 1, 0}, "outbox_dead_waiting", 100 * 40},
 	}
 }
 

@@ -134,7 +134,7 @@ func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64
 	if end.to != nil {
 		to, token = &end.to.id, &end.to.token
 	}
-	tag, err := db.Exec(ctx, p.sql.advance, p.lease.cluster.run, p.cfg.Name, p.lease.shard, p.lease.n+1, p.lease.epoch,
+	tag, err := db.Exec(ctx, p.sql.of(advanceSQL), p.lease.cluster.run, p.cfg.Name, p.lease.shard, p.lease.n+1, p.lease.epoch,
 		end.from.id, to, end.seq, end.floor, p.lease.stored.published+rows, journal, end.from.token, token)
 	switch {
 	case pgerr.Is(err, pgerr.UniqueViolation):
@@ -172,7 +172,7 @@ func (p *progress) clear(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
 	defer cancel()
-	if _, err := p.pool.Exec(ctx, p.sql.clearAdvances, p.cfg.Name, l.shard, l.cleared, l.n-clearEvery); err != nil {
+	if _, err := p.pool.Exec(ctx, p.sql.of(clearAdvancesSQL), p.cfg.Name, l.shard, l.cleared, l.n-clearEvery); err != nil {
 		return fmt.Errorf("remove old progress: %w", err)
 	}
 	l.cleared = l.n - clearEvery

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"strings"
+	"sync"
 
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -362,61 +363,18 @@ WITH moved AS (
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, seq, floor, published)
 SELECT $1, $2, $8, epoch, $4, 0, $9, $10 FROM moved`
 
-// moveToDeadSQL copies rows. It runs after deadSettingsSQL, and looks up each row: without these
-// settings the planner reads the whole outbox for each page.
-const moveToDeadSQL = `-- relay.move_to_dead
-INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
-SELECT $1, o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at, d.reason, d.error,
-  CASE d.reason WHEN 'behind' THEN 'behind' ELSE 'held' END
-FROM unnest($2::bigint[], $3::text[], $4::text[]) AS d (seq, reason, error)
-CROSS JOIN LATERAL (SELECT * FROM effectonce.outbox WHERE seq = d.seq LIMIT 1) AS o
-ON CONFLICT (relay, seq) DO NOTHING`
-
-// removeDeadSQL deletes released rows if the epoch is still the caller's, and reports whether it
-// is. It locks them in the order of seq; otherwise it could deadlock with operators.
-const removeDeadSQL = `-- relay.remove_dead
-WITH durable AS MATERIALIZED (SELECT ` + flushed + ` AS setting),
-mine AS (SELECT FROM effectonce.outbox_progress p, durable WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND durable.setting IS NOT NULL),
-locked AS MATERIALIZED (SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 AND seq = ANY ($4) AND EXISTS (SELECT FROM mine) ORDER BY seq FOR UPDATE),
-gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AND d.seq = locked.seq)
-SELECT EXISTS (SELECT FROM mine)`
-
-// holdAgainSQL holds released rows again if the epoch is still the caller's, and reports whether it
-// is. A row that holds no other row (Config.SkipDead) frees its key.
-const holdAgainSQL = `-- relay.hold_again
-WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
-locked AS MATERIALIZED (
-  SELECT d.seq, d.topic, d.key, f.reason, f.error FROM effectonce.outbox_dead d JOIN unnest($4::bigint[], $5::text[], $6::text[]) AS f (seq, reason, error) USING (seq)
-  WHERE d.relay = $1 AND EXISTS (SELECT FROM mine) ORDER BY d.seq FOR UPDATE OF d),
-held AS (UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
-  FROM locked l WHERE d.relay = $1 AND d.seq = l.seq),
-freed AS (INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
-  SELECT DISTINCT $1, topic, sha256(key) FROM locked WHERE key IS NOT NULL AND $7` + skipped + `)
-SELECT EXISTS (SELECT FROM mine)`
-
-type queries struct {
-	nextDue, promote, firstDue, setAside string
-
-	run, enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                      string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, released, releasable, forgetFreed, freeSkipped                              string
-	moveToDead, removeDead, holdAgain                                                                                                         string
-	slots, rotate, unpublished, lockSlot, truncate, truncated                                                                                 string
+// statements are those of this package, for a schema and for what the database shows of its run: see
+// Relay.adapt. PostgreSQL rejects a function without permission even where a CASE would not evaluate it.
+type statements struct {
+	schema, run string   // run is serverRun or hiddenRun
+	rewritten   sync.Map // by the text in the source
 }
 
-// newQueries inserts run for the server's run: serverRun or hiddenRun. PostgreSQL rejects a function without permission even where a
-// CASE would not evaluate it.
-func newQueries(schema, run string) queries {
-	in := func(sql string) string { return migrations.InSchema(strings.ReplaceAll(sql, serverRun, run), schema) }
-	return queries{
-		nextDue: in(nextDueSQL), promote: in(promoteSQL), firstDue: in(firstDueSQL), setAside: in(setAsideSQL),
-		run: in(runSQL), enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
-		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
-		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), prune: in(pruneSQL),
-		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
-		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
-		retryTopic: in(retryTopicSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
-		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
-		slots: in(slotsSQL), rotate: in(rotateSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
+func (s *statements) of(sql string) string {
+	if known, ok := s.rewritten.Load(sql); ok {
+		return known.(string)
 	}
+	own := migrations.InSchema(strings.ReplaceAll(sql, serverRun, s.run), s.schema)
+	s.rewritten.Store(sql, own)
+	return own
 }

@@ -216,13 +216,13 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if c.to != nil {
 		upTo = &c.to.snapshot
 	}
-	sql, bytes := r.sql.fetch, largeBytes
+	sql, bytes := r.sql.of(fetchSQL), largeBytes
 	if r.limitBySize {
-		sql, bytes = r.sql.fetchSized, r.bytesMax/4
+		sql, bytes = r.sql.of(fetchSizedSQL), r.bytesMax/4
 	}
 	args := []any{r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
 	if len(c.from.xip) == 0 && !r.limitBySize {
-		sql, args = r.sql.fetchNew, args[:8]
+		sql, args = r.sql.of(fetchNewSQL), args[:8]
 	}
 	batch := &pgx.Batch{}
 	batch.Queue(fetchSettingsSQL)

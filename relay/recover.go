@@ -46,7 +46,7 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 		return 0, err
 	}
 	err = r.stamp(ctx, l, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, r.sql.rebase, r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run,
+		tag, err := tx.Exec(ctx, r.sql.of(rebaseSQL), r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run,
 			l.n+1, l.cursor.floor, l.stored.published)
 		if err == nil && tag.RowsAffected() == 0 {
 			err = errLeaseLost
@@ -69,17 +69,17 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 // and sees what the first has stamped.
 func (r *Relay) stamp(ctx context.Context, l *lease, also func(pgx.Tx) error) error {
 	return r.transact(ctx, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, r.sql.lockStamps); err != nil {
+		if _, err := tx.Exec(ctx, r.sql.of(lockStampsSQL)); err != nil {
 			return err
 		}
 		if err := also(tx); err != nil {
 			return err
 		}
 		var found bool
-		if err := tx.QueryRow(ctx, r.sql.foreign, l.cursor.floor, l.shards, l.shard).Scan(&found); err != nil || !found {
+		if err := tx.QueryRow(ctx, r.sql.of(foreignSQL), l.cursor.floor, l.shards, l.shard).Scan(&found); err != nil || !found {
 			return err
 		}
-		tag, err := tx.Exec(ctx, r.sql.restamp, l.cursor.floor, l.shards, l.shard)
+		tag, err := tx.Exec(ctx, r.sql.of(restampSQL), l.cursor.floor, l.shards, l.shard)
 		if err != nil {
 			return err
 		}

@@ -30,7 +30,7 @@ type Relay struct {
 	pool  *pgxpool.Pool
 	kafka []kgo.Opt
 	cfg   Config
-	sql   queries // see Relay.adapt
+	sql   *statements // see Relay.adapt
 
 	adapting sync.Mutex
 	adapted  bool
@@ -83,7 +83,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), slotWaits: map[int16]time.Time{}, say: sayings{logger: cfg.Logger}}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: &statements{schema: cfg.Schema, run: serverRun}, patience: cfg.patience(), slotWaits: map[int16]time.Time{}, say: sayings{logger: cfg.Logger}}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go only to the sink: remove one of the two"))
@@ -162,13 +162,13 @@ func (r *Relay) adapt(ctx context.Context) error {
 		return nil
 	}
 	var run string
-	err := r.pool.QueryRow(ctx, r.sql.run).Scan(&run)
+	err := r.pool.QueryRow(ctx, r.sql.of(runSQL)).Scan(&run)
 	if err != nil && !hidden(err) {
 		return fmt.Errorf("read the server's run: %w", err)
 	}
 	if err != nil {
 		r.say.warn(ctx, "the server's run is hidden: a crash that loses asynchronous commits while the relay runs will not be noticed", "error", err)
-		r.sql = newQueries(r.cfg.Schema, hiddenRun)
+		r.sql = &statements{schema: r.cfg.Schema, run: hiddenRun}
 	}
 	r.adapted = true
 	return nil
@@ -220,7 +220,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	if err := r.adapt(ctx); err != nil {
 		return 0, err
 	}
-	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
+	if _, err := r.pool.Exec(ctx, r.sql.of(enrollSQL), r.cfg.Name, r.cfg.Shards); err != nil {
 		return 0, fmt.Errorf("register relay: %w", err)
 	}
 	standing, err := r.beat(ctx, nil, r.publishing())

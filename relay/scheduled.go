@@ -44,7 +44,7 @@ func (r *Relay) promote(ctx context.Context) {
 // promoteDue moves messages that are due, and returns the time until the next poll.
 func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	var millis int64
-	if err := r.ask(ctx, []any{&millis}, r.sql.nextDue); err != nil {
+	if err := r.ask(ctx, []any{&millis}, r.sql.of(nextDueSQL)); err != nil {
 		return 0, fmt.Errorf("find messages that are due: %w", err)
 	}
 	if millis > 0 {
@@ -92,7 +92,7 @@ func (r *Relay) promoteOne(ctx context.Context, after duePlace) (p promoted, err
 	return p, silence(ctx, r.transact(ctx, func(tx pgx.Tx) error {
 		var id uuid.UUID
 		var topic string
-		err := tx.QueryRow(ctx, r.sql.firstDue, after.due, after.place).Scan(&p.last.due, &p.last.place, &id, &topic)
+		err := tx.QueryRow(ctx, r.sql.of(firstDueSQL), after.due, after.place).Scan(&p.last.due, &p.last.place, &id, &topic)
 		if errors.Is(err, pgx.ErrNoRows) {
 			return nil
 		}
@@ -101,13 +101,13 @@ func (r *Relay) promoteOne(ctx context.Context, after duePlace) (p promoted, err
 		}
 		p.found = 1
 		refusal := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {
-			return tx.QueryRow(ctx, r.sql.promote, 1, p.last.due, *p.last.place-1).Scan(&p.found, &p.moved, &p.last.due, &p.last.place)
+			return tx.QueryRow(ctx, r.sql.of(promoteSQL), 1, p.last.due, *p.last.place-1).Scan(&p.found, &p.moved, &p.last.due, &p.last.place)
 		})
 		if !ofRows(refusal) {
 			return refusal
 		}
 		r.say.about(ctx, topic, "the outbox refuses a message for later; it stays in outbox_scheduled, see its column refused", "relay", r.cfg.Name, "id", id, "topic", topic, "error", refusal)
-		_, err = tx.Exec(ctx, r.sql.setAside, p.last.due, p.last.place, bounds.ErrorText(refusal))
+		_, err = tx.Exec(ctx, r.sql.of(setAsideSQL), p.last.due, p.last.place, bounds.ErrorText(refusal))
 		return err
 	}))
 }
@@ -130,7 +130,7 @@ var beforeAll = duePlace{pgtype.Timestamptz{InfinityModifier: pgtype.NegativeInf
 
 // promotePage moves about rows messages that are due and behind a place.
 func (r *Relay) promotePage(ctx context.Context, after duePlace, rows int) (p promoted, err error) {
-	return p, r.ask(ctx, []any{&p.found, &p.moved, &p.last.due, &p.last.place}, r.sql.promote, rows, after.due, after.place)
+	return p, r.ask(ctx, []any{&p.found, &p.moved, &p.last.due, &p.last.place}, r.sql.of(promoteSQL), rows, after.due, after.place)
 }
 
 // ask reads one row within the limit of a statement.

@@ -19,6 +19,8 @@ const (
 	slotBytesMax = 256 << 20
 	slotLockMax  = 20 * time.Millisecond
 	slotIdleMax  = 3 * time.Second
+	// pruneDiscardedMax bounds the rows of outbox_dead that are forgotten at a time.
+	pruneDiscardedMax = 5000
 )
 
 // slot is a partition of the outbox.
@@ -53,7 +55,7 @@ func (m *member) tidy(ctx context.Context) {
 }
 
 func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
-	rows, err := r.pool.Query(ctx, r.sql.slots, r.cfg.Keep, slotBytesMax)
+	rows, err := r.pool.Query(ctx, r.sql.of(slotsSQL), r.cfg.Keep, slotBytesMax)
 	if err != nil {
 		return fmt.Errorf("read the slots: %w", err)
 	}
@@ -73,7 +75,7 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 			if next < 0 {
 				continue
 			}
-			if _, err := r.pool.Exec(ctx, r.sql.rotate, s.number, around[next].number); err != nil {
+			if _, err := r.pool.Exec(ctx, r.sql.of(rotateSQL), s.number, around[next].number); err != nil {
 				return fmt.Errorf("turn to slot %d: %w", around[next].number, err)
 			}
 		case !s.current && s.kept && s.bytes > 0:
@@ -82,6 +84,9 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 			}
 		}
 		r.truncateWaits(ctx, s.number, locked)
+	}
+	if _, err := r.pool.Exec(ctx, r.sql.of(pruneDiscardedSQL), pruneDiscardedMax); err != nil {
+		return fmt.Errorf("forget discarded rows: %w", err)
 	}
 	return nil
 }
@@ -118,7 +123,7 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 		QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	},
 	) (found bool, err error) {
-		err = q.QueryRow(ctx, fmt.Sprintf(r.sql.unpublished, slot), here.system).Scan(&found)
+		err = q.QueryRow(ctx, fmt.Sprintf(r.sql.of(unpublishedSQL), slot), here.system).Scan(&found)
 		return found, err
 	}
 	if found, err := unpublished(r.pool); err != nil || found {
@@ -131,7 +136,7 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 		if _, err := tx.Exec(ctx, lockSettingsSQL, milliseconds(slotLockMax), milliseconds(slotIdleMax)); err != nil {
 			return err
 		}
-		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.lockSlot, slot)); err != nil {
+		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.of(lockSlotSQL), slot)); err != nil {
 			return err
 		}
 		found, err := unpublished(tx)
@@ -139,10 +144,10 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 			return err
 		}
 		removed = true
-		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.truncate, slot)); err != nil {
+		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.of(truncateSQL), slot)); err != nil {
 			return err
 		}
-		_, err = tx.Exec(ctx, r.sql.truncated, slot)
+		_, err = tx.Exec(ctx, r.sql.of(truncatedSQL), slot)
 		return err
 	})
 	if pgerr.Is(err, pgerr.LockNotAvailable) {

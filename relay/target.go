@@ -42,7 +42,7 @@ func (t toKafka) withdraw(context.Context) (bool, error) { return false, nil }
 func (t toKafka) taken(_, ctx context.Context, a *attempt, r *row) error {
 	t.flight.add(&batch{rows: []*row{r}, end: a.upTo(r)})
 	if a.released {
-		return t.dead.remove(ctx, []int64{r.seq})
+		return t.dead.remove(ctx, []int64{r.seq}, nil)
 	}
 	return nil
 }

@@ -68,7 +68,7 @@ func parseXID(text string) (id uint64, ok bool) {
 func (r *Relay) loadTick(ctx context.Context, run string, id int64) (*tick, error) {
 	var snapshot, token string
 	var seqLast int64
-	if err := r.pool.QueryRow(ctx, r.sql.loadTick, run, id).Scan(&snapshot, &seqLast, &token); err != nil {
+	if err := r.pool.QueryRow(ctx, r.sql.of(loadTickSQL), run, id).Scan(&snapshot, &seqLast, &token); err != nil {
 		return nil, fmt.Errorf("load tick %d: %w", id, err)
 	}
 	t, err := newTick(snapshot, seqLast)
@@ -84,7 +84,7 @@ func (r *Relay) storeTick(ctx context.Context, db execer, t *tick) error {
 	if t == nil || t.stored {
 		return nil
 	}
-	err := db.QueryRow(ctx, r.sql.storeTick, t.snapshot, t.seqLast, t.run).Scan(&t.id, &t.token)
+	err := db.QueryRow(ctx, r.sql.of(storeTickSQL), t.snapshot, t.seqLast, t.run).Scan(&t.id, &t.token)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return errAnotherRun
 	}

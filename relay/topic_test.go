@@ -381,3 +381,40 @@ func TestPauseIsConfirmedByAllThatRun(t *testing.T) {
 	must(t, pool, `INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'frozen', 'infinity', 1)`)
 	require.ErrorContains(t, wait(), "not confirmed by frozen (holds a lease, and is not alive)")
 }
+
+// Property: rows that wait for a topic are tried again when it is there, or when the relay publishes
+// them elsewhere now, and not before.
+func TestWaitingRowsAreTriedWhenTheyMayLeave(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "b.orders"))
+	looks := func(attempts int, r func() *relay.Relay) {
+		t.Helper()
+		for range 3 {
+			drain(t, r())
+		}
+		require.Equal(t, attempts, one[int](t, pool, `SELECT coalesce(max(attempts), 0) FROM effectonce.outbox_dead`))
+	}
+	as := func(prefix string) func() *relay.Relay {
+		return func() *relay.Relay { return relayAt(t, pool, fake, relay.Config{TopicPrefix: prefix}) }
+	}
+	insert(t, pool, "orders", "k", "1")
+	looks(1, as("a."))
+	looks(2, as("c."))
+	looks(0, as("b."))
+	require.Equal(t, []string{"1"}, valuesAt(t, fake, "b.orders"))
+	_, err := relay.Pause(t.Context(), pool, ana, 0, "orders")
+	require.NoError(t, err)
+	insert(t, pool, "orders", "k", "2")
+	looks(1, as("b."))
+	_, err = relay.Resume(t.Context(), pool, ana, "orders")
+	require.NoError(t, err)
+	looks(0, as("b."))
+	insert(t, pool, "missing", "k", "3")
+	looks(1, as("b."))
+	looks(0, func() *relay.Relay {
+		return relayAt(t, pool, fake, relay.Config{Topic: func(relay.Message) (string, bool) { return "b.orders", true }})
+	})
+	insert(t, pool, "missing", "k", "4")
+	looks(1, as(""))
+	looks(0, func() *relay.Relay { return newSinkRelay(t, pool, &receiver{}, relay.Config{}) })
+}

@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"math"
-	"slices"
 	"sync"
 	"time"
 
@@ -27,9 +25,6 @@ type topics struct {
 	mu    sync.Mutex
 	known map[string]topicState
 	given map[string]int32 // batch sizes of the client: see batchBytes
-	// blocked are the topics in Kafka that rows of a topic in the outbox wait for.
-	blocked map[string]map[string]bool
-	tried   map[string]bool // see released
 }
 
 // topicState is the answer about one topic.
@@ -76,62 +71,6 @@ func (t *topics) met(name string) (topicState, bool) {
 func (t *topics) get(name string) (topicState, bool) {
 	s, ok := t.met(name)
 	return s, ok && time.Since(s.asked) < s.fresh
-}
-
-// blocks notes that a row of a topic in the outbox waits for a topic in Kafka. The row must already
-// be in outbox_dead. Otherwise a poll that found the topic ready in between would remove the note
-// and not see the row.
-func (t *topics) blocks(d deadRow) {
-	if d.waitsFor == "" {
-		return
-	}
-	topic, name := d.row.topic, d.waitsFor
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.blocked == nil {
-		t.blocked = map[string]map[string]bool{}
-	}
-	if t.blocked[topic] == nil {
-		t.blocked[topic] = map[string]bool{}
-	}
-	t.blocked[topic][name] = true
-}
-
-// released reports whether rows of a topic in the outbox that waited may be tried. names are the
-// topics in Kafka that they are known to wait for. If Config.Topic chooses, rows that waited before
-// this work began are tried once: it is not known which topics they wait for.
-func (t *topics) released(topic string, names []string) bool {
-	if t.cfg.Sink != nil {
-		return true
-	}
-	ready := slices.DeleteFunc(slices.Clone(names), func(name string) bool {
-		s, ok := t.get(name)
-		return !ok || s.reason != ""
-	})
-	if t.cfg.Topic == nil {
-		return len(ready) > 0
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	released := !t.tried[topic] || len(ready) > 0
-	if t.tried == nil {
-		t.tried = map[string]bool{}
-	}
-	t.tried[topic] = true
-	for _, name := range ready {
-		delete(t.blocked[topic], name)
-	}
-	return released
-}
-
-// waitingFor returns the topics in Kafka that rows of a topic in the outbox are known to wait for.
-func (t *topics) waitingFor(topic string) []string {
-	if t.cfg.Topic == nil {
-		return []string{t.cfg.TopicPrefix + topic}
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return slices.Collect(maps.Keys(t.blocked[topic]))
 }
 
 // judge returns why a record of this size cannot be produced now.

@@ -30,7 +30,7 @@ func TestReplayPublishesAgain(t *testing.T) {
 		SELECT $1, 'k', n::text::bytea, '{"a": ["1", null], "message-id": "forged"}', '2026-01-01 00:00+00'::timestamptz + n * interval '1 second' FROM generate_series(1, 1200) n`, topic)
 	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) VALUES ($1, '', NULL, '2026-01-01 00:10+00'), ($2, NULL, '', '2026-01-01 00:10+00'), ('dead', 'k', 'dead', '2026-01-01 00:10+00')`, topic, other)
 	drain(t, address)
-	execSQL(t, conn, `INSERT INTO effectonce.operator_actions (who, what, why, subject) SELECT 'me', 'dead.discard', 'x', jsonb_build_object('relay', 'default', 'seq', 7)`)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state) SELECT 'default', seq, id, topic, headers, created_at, 'refused', '', 'discarded' FROM effectonce.outbox WHERE seq = 7`)
 	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, payload, created_at) VALUES ($1, 'waits', '2026-01-01 00:10+00')`, topic)
 	const progress = `SELECT string_agg(p::text, ' ') FROM effectonce.outbox_progress_now p`
 	var before, after string

@@ -122,7 +122,6 @@ func relayRights(schema string) []right {
 		{"table", "outbox_advances", "SELECT,INSERT,DELETE"},
 		{"table", "outbox_progress_now", "SELECT"},
 		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
-		{"table", "outbox_dead_freed", "SELECT,INSERT,DELETE"},
 		{"table", "outbox_paused", "SELECT"},
 		{"table", "outbox_backlog", "SELECT"},
 		{"table", "outbox_scheduled", "SELECT,UPDATE,DELETE"}, // UPDATE: to lock rows
@@ -153,8 +152,7 @@ func operatorRights(schema string) []right {
 		{"function", "outbox_sequence_state()", "EXECUTE"},
 		{"function", "repair_outbox_sequences()", "EXECUTE"},
 		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
-		{"table", "outbox_dead", "SELECT,UPDATE,DELETE"},
-		{"table", "outbox_dead_freed", "SELECT,DELETE"},
+		{"table", "outbox_dead", "SELECT,UPDATE(state headers payload)"},
 		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_relays", "SELECT,UPDATE(shards),DELETE"},
 		{"table", "outbox_progress", "SELECT,INSERT,UPDATE(epoch),DELETE"},

@@ -78,16 +78,16 @@ FROM (` + waitingRows + `) sized GROUP BY topic`
 // deadSQL counts each dead row in its shard.
 const deadSQL = `-- doctor.dead
 SELECT d.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
-FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
+FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead WHERE state IN ('held', 'behind', 'retry') LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
 GROUP BY 1, 2, 3`
 
 // pausedTopicsSQL reads every relay if $1 is empty. It counts the rows of each topic up to a bound.
 const pausedTopicsSQL = `-- doctor.paused_topics
-SELECT p.relay, p.topic, (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = p.relay AND d.topic = p.topic LIMIT $2) bounded), p.who, p.why, p.paused_at
+SELECT p.relay, p.topic, (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = p.relay AND d.topic = p.topic AND d.state IN ('held', 'behind', 'retry') LIMIT $2) bounded), p.who, p.why, p.paused_at
 FROM effectonce.outbox_paused p WHERE $1 = '' OR p.relay = $1 ORDER BY p.relay, p.topic`
 
 const deadTopicsSQL = `-- doctor.dead_topics
-SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
+SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead WHERE state IN ('held', 'behind', 'retry') LIMIT $1) bounded`
 
 const countConsumersSQL = `-- doctor.count_consumers
 SELECT (SELECT count(*) FROM effectonce.consumers), (SELECT count(*) FROM effectonce.consumer_positions)`

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -67,10 +68,10 @@ type Done struct {
 // repeat the call.
 //
 // A retry takes heads only: it leaves out rows behind another one, rows that were already handed
-// back, and messages without a payload. Discarded rows are deleted: they are never published or
-// handled. The same transaction promotes the next row of each key, so that the key continues; a
-// message that has a reason of its own waits for an operator. A discard leaves out dead rows that
-// were already handed back.
+// back, and messages without a payload. Discarded messages are deleted, and discarded rows marked for
+// the relay: they are never handled or published. The key continues with its next row; a message that
+// has a reason of its own waits for an operator. A discard leaves out dead rows that were already
+// handed back.
 func (k Kind) Act(ctx context.Context, db operator.Beginner, schema string, o Order, refs []Ref) (result *Result, err error) {
 	if len(refs) > ChunkMax {
 		return nil, fmt.Errorf("%d %s %s: want at most %d at once", len(refs), k, k.Words().Rows(), ChunkMax)
@@ -120,7 +121,8 @@ func (k Kind) act(ctx context.Context, tx pgx.Tx, schema string, o Order, refs [
 	}
 	result := &Result{}
 	if o.Discard {
-		tag, err := tx.Exec(ctx, migrations.InSchema(k.sql().promote, schema), queueArgs(rows)...)
+		done := slices.DeleteFunc(slices.Clone(rows), func(r Row) bool { _, done := lasts[r.Ref]; return !done })
+		tag, err := tx.Exec(ctx, migrations.InSchema(k.sql().promoted, schema), queueArgs(done)...)
 		if err != nil {
 			return nil, err
 		}

@@ -33,7 +33,7 @@ func Plans(t *testing.T, conn *pgx.Conn, k Kind, ref Ref) (plans []string) {
 		{sql.retry, change},
 		{sql.discard, append(slices.Clip(change), false)},
 		{sql.discard, append(slices.Clip(change), true)},
-		{sql.promote, queues},
+		{sql.promoted, queues},
 		{sql.progress, append(slices.Clip(queues), []int64{ref.Seq}, []int64{100_000}, "what", time.Now())},
 		{sql.show, []any{ref.Relay, ref.Seq, 3}},
 		{sql.next, []any{ref.Relay, ref.Seq, nextMax}},

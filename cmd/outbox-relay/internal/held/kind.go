@@ -60,7 +60,7 @@ type statements struct {
 	lockQueues    string // refs
 	retry         string // refs, subjects, who, what, why; returns refs and the last seq behind each
 	discard       string // the same, whole keys; returns the same
-	promote       string // queues; its rows are the queues whose next row became the head
+	promoted      string // queues; its rows are the queues whose next row became the head
 	progress      string // queues, seqs, last seqs, what, since when
 }
 
@@ -68,7 +68,7 @@ func (k Kind) sql() statements {
 	if k == Dead {
 		return statements{
 			deadListSQL, deadTargetsSQL, deadTotalsSQL, deadShowSQL, deadNextSQL, deadLockSQL, deadLockQueuesSQL, deadRetrySQL, deadDiscardSQL,
-			deadPromoteSQL, deadProgressSQL,
+			deadPromotedSQL, deadProgressSQL,
 		}
 	}
 	return statements{

@@ -95,7 +95,7 @@ func (k kind) insert(t *testing.T, conn *pgx.Conn, rows ...string) (refs []held.
 // left lists what waits, each row as "n reason state".
 func (k kind) left(t *testing.T, conn *pgx.Conn) []string {
 	t.Helper()
-	rows, err := conn.Query(t.Context(), "SELECT format('%s %s %s', seq, reason, state) FROM "+k.relation+" ORDER BY seq")
+	rows, err := conn.Query(t.Context(), "SELECT format('%s %s %s', seq, reason, state) FROM "+k.relation+" WHERE state NOT IN ('discard', 'discarded') ORDER BY seq")
 	require.NoError(t, err)
 	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)

@@ -1,11 +1,11 @@
 package held
 
-// deadRows and parkedRows give both tables the same columns, as d.
+// deadRows and parkedRows give both tables the same columns, as d. Discarded rows are not among them.
 const (
 	deadRows = `
 FROM (SELECT relay, seq, id, '' AS consumer_name, '' AS "group", topic, NULL::int AS partition, NULL::bigint AS "offset", key, reason, state, error, attempts,
   created_at, died_at AS held_at, headers, payload, NULL::uuid AS topic_id, NULL::timestamptz AS released_at, NULL::timestamptz AS retry_at
-  FROM effectonce.outbox_dead) AS d`
+  FROM effectonce.outbox_dead WHERE state IN ('held', 'behind', 'retry')) AS d`
 	parkedRows = `
 FROM (SELECT '' AS relay, p.seq, p.message_id AS id, p.consumer, c.name AS consumer_name, c.consumer_group AS "group", p.topic, p.partition, p."offset", p.key,
   p.reason, p.state, p.error, p.attempts, p.record_time AS created_at, p.parked_at AS held_at, p.headers, p.payload, p.topic_id, p.released_at, p.retry_at
@@ -15,8 +15,8 @@ FROM (SELECT '' AS relay, p.seq, p.message_id AS id, p.consumer, c.name AS consu
 // Conditions on another row n. Keys are compared by their hash, because the index has the hash: keys
 // may be longer than an index entry. Null is equal to nothing, so a row without a key has no queue.
 const (
-	deadSame   = `n.relay = d.relay AND n.topic = d.topic AND sha256(n.key) = sha256(d.key)`
-	deadOf     = `n.relay = q.relay AND n.topic = q.topic AND sha256(n.key) = q.hash` // of queue q
+	deadSame   = `n.state IN ('held', 'behind', 'retry') AND n.relay = d.relay AND n.topic = d.topic AND sha256(n.key) = sha256(d.key)`
+	deadOf     = `n.state IN ('held', 'behind', 'retry') AND n.relay = q.relay AND n.topic = q.topic AND sha256(n.key) = q.hash` // of queue q
 	parkedSame = `n.consumer = d.consumer AND n.topic = d.topic AND n.partition = d.partition AND sha256(n.key) = sha256(d.key)`
 	parkedOf   = `n.consumer = q.consumer AND n.topic = q.topic AND n.partition = q.partition AND sha256(n.key) = q.hash`
 )
@@ -104,7 +104,7 @@ const (
 	deadLocked = `
 SELECT d.relay, d.seq, d.id, d.topic, d.key, d.reason, d.error, d.attempts, d.state, d.created_at, sha256(d.key) AS hash
 FROM effectonce.outbox_dead d
-WHERE (d.relay, d.seq) IN (SELECT t.relay, t.seq` + fromRefs
+WHERE d.state IN ('held', 'behind', 'retry') AND (d.relay, d.seq) IN (SELECT t.relay, t.seq` + fromRefs
 	parkedLocked = `
 SELECT '' AS relay, d.seq, d.message_id AS id, d.consumer, c.name AS consumer_name, d.topic, d.partition, d."offset", d.key, d.reason, d.error, d.attempts, d.state, sha256(d.key) AS hash
 FROM effectonce.parked_messages d JOIN effectonce.consumers c ON c.id = d.consumer
@@ -138,7 +138,7 @@ const (
 	deadRetrySQL = `-- dead.retry
 WITH changed AS (
   UPDATE effectonce.outbox_dead d SET state = 'retry' FROM ` + fromSubjects + `
-  WHERE d.relay = s.relay AND d.seq = s.seq AND d.state <> 'retry' AND ` + deadIsHead + `
+  WHERE d.relay = s.relay AND d.seq = s.seq AND d.state IN ('held', 'behind') AND ` + deadIsHead + `
   RETURNING s.relay, s.seq, s.subject,
     coalesce((SELECT pg_catalog.max(n.seq) FROM effectonce.outbox_dead n WHERE ` + deadSame + ` AND n.seq > d.seq AND n.state = 'behind'), d.seq) AS last` + recorded
 	parkedRetrySQL = `-- parked.retry
@@ -149,12 +149,12 @@ WITH changed AS (
     coalesce((SELECT pg_catalog.max(n.seq) FROM effectonce.parked_messages n WHERE ` + parkedSame + ` AND n.seq > d.seq AND n.state = 'behind'), d.seq) AS last` + recorded
 )
 
-// deadDiscardSQL deletes locked rows that no relay can be publishing: held ones and, with $7, those
+// deadDiscardSQL marks locked rows that no relay can be publishing: held ones and, with $7, those
 // behind a held one. The relay reads neither, and the held row is locked, so it stays held until
 // the transaction ends.
 const deadDiscardSQL = `-- dead.discard
 WITH changed AS (
-  DELETE FROM effectonce.outbox_dead d USING ` + fromSubjects + `
+  UPDATE effectonce.outbox_dead d SET state = 'discard' FROM ` + fromSubjects + `
   WHERE d.relay = s.relay AND d.seq = s.seq AND (d.state = 'held' OR ($7::bool AND EXISTS (
     SELECT FROM effectonce.outbox_dead n WHERE ` + deadSame + ` AND n.seq < d.seq AND n.state = 'held')))
   RETURNING s.relay, s.seq, s.subject, s.seq AS last` + recorded
@@ -166,19 +166,17 @@ WITH changed AS (
   WHERE d.seq = s.seq AND ($7::bool OR ` + parkedIsHead + `)
   RETURNING s.relay, s.seq, s.subject, s.seq AS last` + recorded
 
-// queues are those of rows that were deleted, each with its first row that remains. The statement
-// has a snapshot of its own, in which the deleted rows are gone.
+// queues are those of rows that were discarded, each with its first row that remains. The statement
+// has a snapshot of its own, in which the discarded rows are gone.
 const queues = `
 FROM (SELECT DISTINCT relay, consumer, topic, partition, hash
   FROM unnest($1::text[], $2::int[], $3::text[], $4::int[], $5::bytea[]) AS q (relay, consumer, topic, partition, hash)) AS q
 CROSS JOIN LATERAL (SELECT n.seq, n.state, n.xmin FROM `
 
-// deadPromoteSQL makes the first row of each queue of which the rest only waited the relay's next. A
-// row that the relay adds to a queue at the same time needs no head: the relay itself releases a row
-// that has no held one before it.
-const deadPromoteSQL = `-- dead.promote
-UPDATE effectonce.outbox_dead d SET state = 'retry'` + queues + `effectonce.outbox_dead n WHERE ` + deadOf + ` ORDER BY n.seq LIMIT 1) AS first
-WHERE d.relay = q.relay AND d.seq = first.seq AND d.state = 'behind'`
+// deadPromotedSQL counts the queues whose next row becomes the head when the relay drops the rows.
+const deadPromotedSQL = `-- dead.promoted
+SELECT` + queues + `effectonce.outbox_dead n WHERE ` + deadOf + ` ORDER BY n.seq LIMIT 1) AS first
+WHERE first.state = 'behind'`
 
 // parkedPromotedSQL counts the queues whose next row became the head. The trigger parked_promote
 // does that when this transaction deletes: such a row is a version of this transaction.
@@ -199,7 +197,7 @@ LEFT JOIN LATERAL (`
 ) AS w ON true
 ORDER BY q.seq, q.relay`
 	deadProgressSQL = `-- dead.progress` + followed + `
-  (SELECT n.id, n.state, n.reason, n.error FROM effectonce.outbox_dead n WHERE q.hash IS NULL AND n.relay = q.relay AND n.seq = q.seq)
+  (SELECT n.id, n.state, n.reason, n.error FROM effectonce.outbox_dead n WHERE q.hash IS NULL AND n.state IN ('held', 'behind', 'retry') AND n.relay = q.relay AND n.seq = q.seq)
   UNION ALL
   (SELECT n.id, n.state, n.reason, n.error FROM effectonce.outbox_dead n WHERE ` + deadOf + following
 	parkedProgressSQL = `-- parked.progress` + followed + `

@@ -51,9 +51,9 @@ func TestRetryHandsHeadsBack(t *testing.T) {
 	})
 }
 
-// Discarding the first row of a key hands the key on to the next, and changes nothing else: other
-// keys and topics stay as they are. What the relay may be publishing is left alone.
-func TestDiscardHandsTheKeyOn(t *testing.T) {
+// Discarding the first row of a key marks it for the relay, and changes nothing else: other keys and
+// topics stay as they are. What the relay may be publishing is left alone.
+func TestDiscardMarksTheRow(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
 	places := dead.insert(t, conn, "a too_large held", "a behind behind", "a behind behind", "b refused held", "b behind behind",
@@ -61,7 +61,7 @@ func TestDiscardHandsTheKeyOn(t *testing.T) {
 		"e refused held", "e refused held")
 	exec(t, conn, "UPDATE effectonce.outbox_dead SET topic = 'payments' WHERE seq = 10")
 	result := dead.act(t, conn, discard, places[0], places[2], places[5], places[6], places[7], places[10])
-	assert.Equal(t, []string{"2 behind retry", "3 behind behind", "4 refused held", "5 behind behind", "6 refused retry", "7 behind behind", "9 refused held", "10 refused held", "12 refused held"}, dead.left(t, conn))
+	assert.Equal(t, []string{"2 behind behind", "3 behind behind", "4 refused held", "5 behind behind", "6 refused retry", "7 behind behind", "9 refused held", "10 refused held", "12 refused held"}, dead.left(t, conn))
 	assert.Len(t, result.Done, 3)
 	assert.Equal(t, int64(1), result.Released)
 	assert.Len(t, result.Behind, 2)
@@ -69,7 +69,7 @@ func TestDiscardHandsTheKeyOn(t *testing.T) {
 	assert.Equal(t, byte(6), result.Retrying[0].ID[15])
 
 	gone := dead.act(t, conn, whole, places[1], places[3], places[5], places[8])
-	assert.Equal(t, []string{"2 behind retry", "3 behind behind", "6 refused retry", "7 behind behind", "10 refused held", "12 refused held"}, dead.left(t, conn),
+	assert.Equal(t, []string{"2 behind behind", "3 behind behind", "6 refused retry", "7 behind behind", "10 refused held", "12 refused held"}, dead.left(t, conn),
 		"of a key that was handed back nothing is given up")
 	assert.Len(t, gone.Done, 3)
 	assert.Zero(t, gone.Released)

@@ -6,7 +6,7 @@ const limitsSQL = `-- metrics.limits
 SELECT pg_catalog.set_config('statement_timeout', $1, true), pg_catalog.set_config('lock_timeout', $2, true), clock_timestamp()`
 
 const deadSQL = `-- metrics.dead
-SELECT reason, state, count(*)::float8 FROM (SELECT reason, state FROM effectonce.outbox_dead WHERE relay = $1 LIMIT $2) bounded
+SELECT reason, state, count(*)::float8 FROM (SELECT reason, state FROM effectonce.outbox_dead WHERE relay = $1 AND state IN ('held', 'behind', 'retry') LIMIT $2) bounded
 GROUP BY reason, state`
 
 const existsSQL = `-- metrics.exists

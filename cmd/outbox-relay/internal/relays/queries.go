@@ -4,7 +4,7 @@ package relays
 // that it is alive.
 const listSQL = `-- relays.list
 SELECT known.relay, coalesce(r.shards, 1), coalesce(p.leased, 0), coalesce(a.alive, 0), coalesce(p.published, 0)::bigint,
-  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = known.relay LIMIT $1) bounded), coalesce(r.created_at, p.seen),
+  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = known.relay AND d.state IN ('held', 'behind', 'retry') LIMIT $1) bounded), coalesce(r.created_at, p.seen),
   greatest(extract(epoch FROM clock_timestamp() - greatest(r.created_at, p.seen, a.seen)), 0)::float8
 FROM (SELECT relay FROM effectonce.outbox_relays UNION SELECT relay FROM effectonce.outbox_progress) known
 LEFT JOIN effectonce.outbox_relays r ON r.relay = known.relay
@@ -39,8 +39,8 @@ WITH progress AS (
   DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND alive_until < clock_timestamp() RETURNING 1
 ), paused AS (
   DELETE FROM effectonce.outbox_paused WHERE relay = $1 RETURNING 1
-), freed AS (
-  DELETE FROM effectonce.outbox_dead_freed WHERE relay = $1
+), dropped AS (
+  UPDATE effectonce.outbox_dead SET state = 'discarded' WHERE relay = $1 AND state = 'discard'
 ), relay AS (
   DELETE FROM effectonce.outbox_relays WHERE relay = $1
 )
@@ -60,7 +60,7 @@ SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1)`
 
 const leftSQL = `-- relays.left
 SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1) OR EXISTS (SELECT FROM effectonce.outbox_replicas WHERE relay = $1),
-  EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1)`
+  EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND state IN ('held', 'behind', 'retry'))`
 
 const noteSQL = `-- relays.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)

@@ -30,7 +30,7 @@ func count(t *testing.T, conn *pgx.Conn, sql string) (n int) {
 const (
 	rowsOfOld = `SELECT (SELECT count(*) FROM effectonce.outbox_relays WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_progress_now WHERE relay = 'old')
 		+ (SELECT count(*) FROM effectonce.outbox_paused WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_replicas WHERE relay = 'old')
-		+ (SELECT count(*) FROM effectonce.outbox_dead_freed WHERE relay = 'old')`
+		+ (SELECT count(*) FROM effectonce.outbox_dead WHERE relay = 'old' AND state = 'discard')`
 	actionsSQL = "SELECT count(*) FROM effectonce.operator_actions WHERE what = 'relay.delete' AND stated = 'ana@ops' AND why = 'renamed' AND subject->>'relay' = 'old'"
 )
 
@@ -43,7 +43,8 @@ func two(t *testing.T, conn *pgx.Conn) {
 	exec(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published) VALUES ('old', 0, 1, 1, 5), ('old', 1, 1, 1, 7), ('new', 0, 1, 1, 1)`)
 	exec(t, conn, "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('old', 'a', clock_timestamp() - interval '1 second'), ('new', 'b', clock_timestamp() + interval '1 hour')")
 	exec(t, conn, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('old', 't', 'w', 'y'), ('new', 't', 'w', 'y')")
-	exec(t, conn, "INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash) VALUES ('old', 't', sha256('k'))")
+	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		VALUES ('old', 9, gen_random_uuid(), 't', '{}', now(), 'refused', '', 'discard')`)
 }
 
 // A relay that no replica runs is deleted with all that it left, and that is recorded; others are

@@ -10,9 +10,7 @@ WHERE ($7::timestamptz IS NULL OR o.created_at >= $7) AND ($8::timestamptz IS NU
   AND ($12::text IS NULL OR NOT pg_visible_in_snapshot(o.txid, (SELECT $12::text::pg_snapshot)))
   AND ($13::text IS NULL OR pg_visible_in_snapshot(o.txid, (SELECT $13::text::pg_snapshot)))
   AND ($9::text IS NULL OR o.topic = $9) AND o.seq <= $11 AND ` + inspect.CutPublished + `
-  AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $10 AND d.seq = o.seq)
-  AND NOT EXISTS (SELECT FROM effectonce.operator_actions a
-    WHERE a.what = 'dead.discard' AND a.subject->>'relay' = $10 AND a.subject->>'seq' = o.seq::text)`
+  AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $10 AND d.seq = o.seq)`
 
 const countSQL = `-- replay.count
 WITH ` + inspect.CutCTE + `

@@ -20,7 +20,7 @@ CREATE TABLE effectonce.idempotency_keys (
   fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for; 32 zero bytes: there is none
   -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
   -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
-  -- decides. abandoned: the attempts are used up: a person decides. Where a program does not know the recovery point, the
+  -- decides. abandoned: it was tried for long enough: a person decides. Where a program does not know the recovery point, the
   -- key stays running, and waits for a program that does.
   state          effectonce.key_state NOT NULL,
   phases         text[]      NOT NULL DEFAULT '{}',  -- that are done, in order; the last one is the recovery point
@@ -40,20 +40,21 @@ CREATE TABLE effectonce.idempotency_keys (
   sealed         boolean     NOT NULL DEFAULT false, -- data, request, headers and body are encrypted, each with the name of its key
   created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
   finished_at    timestamptz,
-  expires_at     timestamptz,                        -- a finished key is forgotten then; null: never
+  -- A finished key is forgotten then; null: never. So is a running one of which nothing happened and whose request is not
+  -- stored; if something may have happened, it is abandoned.
+  expires_at     timestamptz,
   -- The flow that claimed the key, so that no other one of the operation takes it. Null: work in one transaction claimed it.
   flow           varchar(255),
-  phase_since    timestamptz,                        -- no call of the phase under way was made before; null: none before created_at
-  -- lock_token of a holder that gave the key up when no call of the phase under way had been made, neither by itself nor before:
-  -- whoever takes it under that token begins phase_since anew. Any other takeover makes lock_token grow, so that this says
-  -- nothing any more.
-  uncalled       bigint,
+  phase_since    timestamptz,                        -- the phase before is done, or somebody decided; null: since created_at
+  calling_since  timestamptz,                        -- a call of the phase under way may have been made, first then; null: none
+  called         varchar(255),                       -- phase whose call happened, as somebody decided: its Write comes next
   CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 
 CREATE INDEX idempotency_keys_unfinished ON effectonce.idempotency_keys (coalesce(retry_at, created_at)) WHERE state = 'running';
 CREATE INDEX idempotency_keys_undecided ON effectonce.idempotency_keys (created_at) WHERE state IN ('indeterminate', 'abandoned');
-CREATE INDEX idempotency_keys_expiry ON effectonce.idempotency_keys (expires_at) WHERE state = 'finished';
+CREATE INDEX idempotency_keys_resumable ON effectonce.idempotency_keys (coalesce(retry_at, created_at)) WHERE state = 'running' AND request IS NOT NULL;
+CREATE INDEX idempotency_keys_expiry ON effectonce.idempotency_keys (expires_at) WHERE expires_at IS NOT NULL;
 
 COMMENT ON TABLE effectonce.idempotency_keys IS
   'Requests by their idempotency keys, with their recovery points and outcomes: see outbox-relay keys.';
@@ -67,8 +68,8 @@ CREATE FUNCTION effectonce.advance_key(
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   UPDATE effectonce.idempotency_keys SET
-    phases = array_append(phases, p_phase), data = p_data, calling = NULL, attempts = 1, error = NULL,
-    phase_since = clock_timestamp(), uncalled = NULL
+    phases = array_append(phases, p_phase), data = p_data, calling = NULL, calling_since = NULL, called = NULL, attempts = 1, error = NULL,
+    phase_since = clock_timestamp()
   WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND p_phase <> ALL (phases);
   IF NOT FOUND THEN
@@ -87,7 +88,7 @@ BEGIN
     state = 'finished', phases = CASE WHEN p_phase IS NULL THEN phases ELSE array_append(phases, p_phase) END,
     status = p_status, headers = p_headers, body = p_body, body_dropped = p_dropped,
     data = NULL, request = NULL, -- nobody needs them any more
-    calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
+    calling = NULL, calling_since = NULL, called = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
     finished_at = clock_timestamp(), expires_at = clock_timestamp() + p_window
   WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND (p_phase IS NULL OR p_phase <> ALL (phases));

@@ -196,7 +196,7 @@ func TestOutcomeOfAPersonAnswersAWebhook(t *testing.T) {
 	address := pgtest.Database(t)
 	var answer webhook.Answer
 	receiver, err := webhook.New(pool(t, address), webhook.Config{
-		Sender: "github", Scheme: webhook.GitHub(secret), Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answer = a }},
+		Sender: "github", Name: "webhook", Scheme: webhook.GitHub(secret), Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answer = a }},
 	}, func(context.Context, pgx.Tx, webhook.Event) error { return idempotency.Indeterminate(io.EOF) })
 	require.NoError(t, err)
 	deliver := func(id string) *httptest.ResponseRecorder {

@@ -76,25 +76,41 @@ becomes indeterminate: see "keys show". The lock of a dead holder expires by its
 }
 
 func newKeysRetry(s *cli.Settings) *cobra.Command {
-	var callDidNotHappen bool
+	var didNotHappen, happened bool
 	cmd := &cobra.Command{
 		Use:   "retry KEY",
-		Short: "Retry an indeterminate or abandoned key: it did not happen",
-		Long: `Retry an indeterminate or abandoned key, because it did not happen. It continues from its recovery point with the next
-request, or by the completer, and its attempts start from zero.
+		Short: "Let an indeterminate or abandoned key continue",
+		Long: `Let an indeterminate or abandoned key continue, from its recovery point, with the next request or by the completer.
 
-A foreign call that must not be made twice, but may have been made ("calling" in "keys show"), is made again. First ask
-the foreign system, by the child ID of "keys show"; then give --call-did-not-happen, which such a key requires. The
-answer "unknown" only counts once the call cannot be on its way any more. A repeatable call is made again while it is
-younger than its phase's CallAgainMax; --call-did-not-happen restarts its age. Retries are recorded.`,
+A foreign call that must not be made twice, but may have been made ("calling" in "keys show"), is a person's decision.
+First ask the foreign system, by the child ID of "keys show". If it did not act, --call-did-not-happen makes the call
+again; the answer "unknown" only counts once the call cannot be on its way any more. If it acted, --call-happened
+continues behind the call, with what its phase writes and the phases after it: they see what was stored before the
+call, and nothing of its answer. A repeatable call is made again while it is younger than its phase's CallAgainMax;
+--call-did-not-happen restarts its age. Retries are recorded.`,
 		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
+  outbox-relay keys retry order-4128 --call-happened --why "the bank's statement has it, ticket 88"
   outbox-relay keys retry order-4131 --why "the stock service works again"`,
 	}
-	cli.AddBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
-	cli.CommandLineOnly(cmd.Flags(), "call-did-not-happen")
+	cli.AddBool(cmd.Flags(), &didNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
+	cli.AddBool(cmd.Flags(), &happened, "call-happened", "the foreign system was asked, and it acted")
+	cli.CommandLineOnly(cmd.Flags(), "call-did-not-happen", "call-happened")
+	s.Check(cmd, func() error {
+		if didNotHappen && happened {
+			return errors.New("give --call-did-not-happen or --call-happened, not both")
+		}
+		return nil
+	})
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
-		return keys.Retry(ctx, pool, s.Schema, by, place, callDidNotHappen)
-	}, retried)
+		call := keys.CallUnknown
+		switch {
+		case didNotHappen:
+			call = keys.CallDidNotHappen
+		case happened:
+			call = keys.CallHappened
+		}
+		return keys.Retry(ctx, pool, s.Schema, by, place, call)
+	}, func(changed *keys.Changed) string { return retried(changed, happened) })
 }
 
 // bodyMax is the largest outcome that package idempotency stores.

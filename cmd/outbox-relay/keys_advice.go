@@ -32,11 +32,9 @@ func keyAdvice(r keys.Row) (what, do string) {
 			soon(r) + "the error says what is in doubt; find out from the foreign system, or in the database: --child with the phase that the error names, or the step of the work, " +
 				"shows the ID that its call was given;\nif it happened, write by hand what is missing, then " + finish + ";\nonly if nothing happened, \"keys retry\", which executes it again"
 	case r.State == keys.Abandoned:
-		return "it was given up: its attempts are used up", "remove the cause, then \"keys retry\", which repeats a repeatable call; or " + finish + stays(r)
+		return "it was given up: no phase was done for too long", "remove the cause, then \"keys retry\", which repeats a repeatable call; or " + finish + stays(r)
 	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
 		return "it waits for a program that knows the phases that are done", "the error says which phases the current program knows; deploy one whose list begins with those that are done; or, when you know what they did, \"keys finish\""
-	case r.Counts:
-		return "its work failed, and was rolled back: only the attempts are counted", "nothing: a request with it executes it; when none comes, the reaper forgets it"
 	case r.Stuck && r.RequestBytes == nil:
 		return "no request and no completer works on it", "let its client retry; no completer can continue it, since the request is not stored; or " + finish + stays(r)
 	case r.Stuck:
@@ -53,13 +51,14 @@ func keyAdvice(r keys.Row) (what, do string) {
 func adviceOnCall(r keys.Row) (what, do string) {
 	phase := fmt.Sprintf("%q", *r.Calling)
 	ask := soon(r) + "first find out from the foreign system whether it acted, by the child ID if the program sends it, else by amount and time;\n"
-	finish := "if it did, write by hand what phase " + phase + " and those behind it would have, then \"keys finish\" with what the client is to get"
+	finish := "if it did, \"keys retry --call-happened\" continues with what phase " + phase + " writes, and those behind it; if that needs the call's answer, write it by hand, " +
+		"then \"keys finish\" with what the client is to get"
 	what = "a foreign system may or may not have acted, and must not be asked twice"
 	switch r.State {
 	case keys.Abandoned:
 		what = "it was given up, and " + what
 	case keys.Running:
-		return what, ask + finish + ";\nif it did not, let the next request, or the completer, make it indeterminate, then \"keys retry --call-did-not-happen\""
+		return what, ask + "let the next request, or the completer, make it indeterminate;\n" + finish + ";\nif it did not, \"keys retry --call-did-not-happen\""
 	}
 	return what, ask + finish + ";\nonly if it did not, \"keys retry --call-did-not-happen\", which makes the call again"
 }
@@ -94,13 +93,19 @@ func unlocked(changed *keys.Changed) string {
 	return text
 }
 
-func retried(changed *keys.Changed) string {
+func retried(changed *keys.Changed, happened bool) string {
 	was := changed.Was
 	text := "it was " + was.State + ", and continues with the next request, or by the completer"
-	if was.RequestBytes == nil {
+	switch {
+	case changed.Now == nil:
+		return "it was " + was.State + ", and is forgotten: the next request executes it from the start"
+	case was.RequestBytes == nil:
 		text = "it was " + was.State + ", and continues when its client retries: the request is not stored, so no completer can continue it"
 	}
-	if was.Calling != nil {
+	switch {
+	case was.Calling != nil && happened:
+		text += fmt.Sprintf("; behind the call of phase %q, which is not made again", *was.Calling)
+	case was.Calling != nil:
 		text += fmt.Sprintf("; the call of phase %q is made again", *was.Calling)
 	}
 	return text

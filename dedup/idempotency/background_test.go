@@ -22,30 +22,42 @@ import (
 	"github.com/effectonce/effectonce/internal/testwait"
 )
 
-// Property: a flow that fails repeatedly is abandoned when its attempts are used up, and not
-// retried; its effects so far stay.
-func TestAttemptsAreBounded(t *testing.T) {
+// Property: a flow that fails is tried for GiveUpAfter since its last phase, however often, and then
+// abandoned, unless a call may have been made; its effects so far stay. A person gives it as long again.
+func TestFlowsAreGivenUpByAge(t *testing.T) {
 	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	b.refuse = 1000
-	op := newOperation(t, pool, idempotency.Config{AttemptsMax: 4})
-	flow := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Millisecond}, paymentPhases(b.URL, false))
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, errAway)
-	testwait.True(t, "it is abandoned", func() bool {
-		_, err := flow.Complete(t.Context())
-		return errors.Is(err, idempotency.ErrAbandoned)
+	pool, away := newPool(t), true
+	op := newOperation(t, pool, idempotency.Config{})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Millisecond, GiveUpAfter: 10 * time.Hour}, []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, s *step) error { return effect(ctx, tx, "reserve "+s.Key.Value) }},
+		{Name: "stock", Write: func(context.Context, pgx.Tx, *step) error {
+			if away {
+				return errAway
+			}
+			return nil
+		}},
+		ends("ship"),
 	})
-	asked, _ := b.counts()
-	require.Equal(t, 4, asked)
-	_, err = flow.Complete(t.Context())
+	for range 30 {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		require.Error(t, err)
+		passes(t, pool, 18*time.Minute)
+	}
+	abandons := func() {
+		passes(t, pool, 11*time.Hour)
+		_, err := flow.Complete(t.Context())
+		require.ErrorIs(t, err, idempotency.ErrAbandoned)
+		_, err = flow.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, idempotency.ErrAbandoned)
+	}
+	abandons()
+	require.Equal(t, 1, effects(t, pool, "reserve k"))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE 'phase "stock"%away; then: phase "stock" was not done within%'`))
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', phase_since = clock_timestamp()`) // as a person does
 	require.NoError(t, err)
 	_, err = flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrAbandoned)
-	_, err = op.Once(t.Context(), key("k"), insertOnce("k"))
-	require.ErrorIs(t, err, idempotency.ErrAbandoned)
-	require.Equal(t, 1, effects(t, pool, "reserve k"))
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE '%bank is away%; then: its attempts are used up'`))
+	require.ErrorIs(t, err, errAway)
+	abandons()
 }
 
 // Property: finished keys are forgotten when their window is over by the database's clock, of all
@@ -77,6 +89,34 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	response, err := short.Once(t.Context(), key("a"), insertOnce("a"))
 	require.NoError(t, err)
 	require.False(t, response.Replayed, "it was forgotten, so it is executed again")
+}
+
+// Property: an unfinished flow whose request is not stored is forgotten with the window if nothing of it
+// happened, and left to a person if something did, or may have; polls read none of them. One whose
+// request is stored stays. Row H16.
+func TestFlowsThatNothingCanFinish(t *testing.T) {
+	t.Parallel()
+	pool, failure := newPool(t), errAway
+	cfg := idempotency.FlowConfig[payment]{}
+	do := func(value string, phases ...idempotency.Phase[payment]) {
+		_, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key(value), nil)
+		require.Error(t, err)
+	}
+	fails := idempotency.Phase[payment]{Name: "fails", Write: func(context.Context, pgx.Tx, *step) error { return failure }}
+	done := idempotency.Phase[payment]{Name: "done", Write: func(context.Context, pgx.Tx, *step) error { return nil }}
+	do("nothing", fails, ends("ship"))
+	do("called", calls(false, func(*step) error { return errSilent }), ends("ship"))
+	do("begun", done, fails, ends("ship"))
+	cfg.StoreRequest = true
+	do("stored", fails, ends("ship"))
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '25 hours'`)
+	require.NoError(t, err)
+	reaped, err := newOperation(t, pool, idempotency.Config{}).Reap(t.Context())
+	require.NoError(t, err)
+	require.EqualValues(t, 1, reaped)
+	for value, state := range map[string]string{"nothing": "missing", "called": "abandoned", "begun": "abandoned", "stored": "running"} {
+		require.Equal(t, state, stateOf(t, pool, value), value)
+	}
 }
 
 // Property: a connection that breaks at any moment, COMMIT included, leaves one effect: a retry
@@ -141,8 +181,8 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	op := newOperation(t, pool, idempotency.Config{})
 	_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
 	require.NoError(t, err)
-	cfg := idempotency.FlowConfig[payment]{Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
-		return idempotency.Happened(idempotency.Response{Status: 200}), nil
+	cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+		return u.Continue(u.State), nil
 	}}
 	phases := paymentPhases(b.URL, true)
 	_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key("flow"), nil)
@@ -156,9 +196,12 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 		require.Equal(t, value == "unknown", errors.Is(err, idempotency.ErrIndeterminate), err)
 	}
 	passes(t, wide, time.Minute)
-	decided, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Reconcile(t.Context())
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
+	decided, err := flow.Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Equal(t, 1, decided)
+	_, err = flow.Do(t.Context(), key("unknown"), nil)
+	require.NoError(t, err)
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
 }
 
@@ -208,15 +251,14 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 func TestWrongSettings(t *testing.T) {
 	t.Parallel()
 	_, err := idempotency.New(nil, idempotency.Config{
-		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, AttemptsMax: -1, Isolation: "snapshot", KeyWaitersMax: -1, ScopeWaitersMax: 1_000_000,
+		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, Isolation: "snapshot", KeyWaitersMax: -1, ScopeWaitersMax: 1_000_000,
 	})
-	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "AttemptsMax -1", "Isolation snapshot", "KeyWaitersMax -1", "ScopeWaitersMax 1000000"} {
+	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "Isolation snapshot", "KeyWaitersMax -1", "ScopeWaitersMax 1000000"} {
 		require.ErrorContains(t, err, field)
 	}
 	pool := pgtest.NoPool(t)
-	_, err = idempotency.New(pool, idempotency.Config{Operation: "a", Forever: true, Window: time.Hour, Strict: true, AttemptsMax: 3})
+	_, err = idempotency.New(pool, idempotency.Config{Operation: "a", Forever: true, Window: time.Hour})
 	require.ErrorContains(t, err, "Forever")
-	require.ErrorContains(t, err, "Strict")
 	_, err = idempotency.NewFlow(nil, idempotency.FlowConfig[payment]{CallMax: -1}, idempotency.Phase[payment]{}, idempotency.Phase[payment]{Name: "a", AtMostOnce: true}, idempotency.Phase[payment]{Name: "a"})
 	for _, problem := range []string{"operation is nil", "name of phase 0", "listed twice", "does nothing", "CallMax"} {
 		require.ErrorContains(t, err, problem)
@@ -307,40 +349,6 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	require.Contains(t, log.String(), "keys need a person")
 }
 
-// Property: a row that only counts the failures of work in one transaction is forgotten after a day
-// without another failure, and each failure restarts that day; the key of a flow is not forgotten.
-// Row H16 of guarantees.md.
-func TestCountsOfFailuresAreForgotten(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{AttemptsMax: 3})
-	fail := func(value string) {
-		_, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			return idempotency.Response{}, errors.Join(effect(ctx, tx, value), errAway)
-		})
-		require.ErrorIs(t, err, errAway)
-	}
-	hoursPass := func(hours int, left ...string) {
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = retry_at - make_interval(hours => $1),
-			expires_at = expires_at - make_interval(hours => $1), created_at = created_at - make_interval(hours => $1)`, hours)
-		require.NoError(t, err)
-		_, err = o.Reap(t.Context())
-		require.NoError(t, err)
-		require.Equal(t, len(left), count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = ANY ($1)`, left))
-		require.Equal(t, len(left), count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
-	}
-	fail("given up")
-	fail("tried again")
-	flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error { return errAway }), ends("ship")})
-	_, err := flow.Do(t.Context(), key("flow"), nil)
-	require.ErrorIs(t, err, errAway)
-	hoursPass(23, "given up", "tried again", "flow")
-	fail("tried again")
-	hoursPass(2, "tried again", "flow")
-	hoursPass(24*365, "flow")
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
-}
-
 // Property: flows that hang at a foreign system take at most FlowConfig.AtOnceMax slots; whatever
 // hangs, another operation's keys are completed, keys in doubt are reconciled, and old keys are
 // forgotten. Run ends when its context does: what it drives stops between two phases, with its key
@@ -358,8 +366,8 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 		require.NoError(t, err)
 		return op, newFlow(t, op, idempotency.FlowConfig[payment]{
 			StoreRequest: true, RetryAfter: time.Millisecond, Every: 10 * time.Millisecond, CallMax: time.Hour,
-			Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
-				return idempotency.Happened(idempotency.Response{Status: 201}), nil
+			Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+				return u.Continue(u.State), nil
 			},
 		}, []idempotency.Phase[payment]{{Name: "charge", Call: func(ctx context.Context, _ *step) error {
 			switch {
@@ -394,13 +402,13 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 	group.Go(func() { flow.Run(ctx) })
 	testwait.Equal(t, int64(8), "calls hang", func() int64 { return calling.Load() })
 	group.Go(func() { other.Run(ctx) })
-	for sql, want := range map[string]int{`key = 'k0' AND operation = 'other' AND state = 'finished'`: 1, `key = 'doubt' AND state = 'finished'`: 1, `key = 'old'`: 0} {
+	for sql, want := range map[string]int{`key = 'k0' AND operation = 'other' AND state = 'finished'`: 1, `key = 'doubt' AND called = 'charge'`: 1, `key = 'old'`: 0} {
 		testwait.Equal(t, want, sql, func() int { return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE `+sql) })
 	}
 	stop()
 	group.Wait()
 	require.EqualValues(t, 8, most.Load())
-	require.Equal(t, 30, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'order' AND state = 'running' AND locked_until IS NULL`))
+	require.Equal(t, 30, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'order' AND state = 'running' AND locked_until IS NULL AND called IS NULL`))
 }
 
 // Property: where the database cannot be reached, all of them say so.

@@ -1,13 +1,11 @@
 package idempotency
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -80,9 +78,10 @@ func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work
 	return true
 }
 
-// Reap forgets finished keys of all operations whose window is over, by the database's clock, in
-// small transactions, and returns how many. Unfinished keys stay, however old they are, except for
-// failure counts of work in one transaction, which had no effect.
+// Reap forgets keys of all operations whose window is over, by the database's clock, in small
+// transactions, and returns how many: finished ones, and unfinished ones that nothing can finish and of
+// which nothing happened. If something may have happened, they are abandoned. Flows whose request is
+// stored stay.
 func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) { return o.reap(ctx, reapMax) }
 
 func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err error) {
@@ -115,8 +114,8 @@ const (
 
 // Complete resumes unfinished flows whose client does not come back and that no worker holds, at
 // most FlowConfig.AtOnceMax at a time, each from its recovery point, and returns how many it
-// finished. It needs FlowConfig.StoreRequest. A flow whose attempts are used up is abandoned: a
-// person decides. A flow whose phases this program does not know is postponed for longer and
+// finished. It needs FlowConfig.StoreRequest. A flow that is too old is abandoned
+// (FlowConfig.GiveUpAfter): a person decides. A flow whose phases this program does not know is postponed for longer and
 // longer, and reported each time. An error of one flow does not stop the others; all errors are
 // returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
@@ -197,15 +196,10 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (response Response, err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			err = f.panicked(ctx, h.key, p)
+			err = fmt.Errorf("panic: %v", p)
 		}
 	}()
 	return f.drive(ctx, h, request)
-}
-
-func (f *Flow[S]) panicked(ctx context.Context, key Key, p any) error {
-	f.op.cfg.Logger.ErrorContext(ctx, "work on a key panicked", "key", key, "panic", p, "stack", string(debug.Stack()))
-	return fmt.Errorf("panic: %v", p)
 }
 
 // leave postpones an indeterminate key that the reconciler cannot decide yet, or a key of a flow
@@ -243,6 +237,8 @@ type UndecidedKey[S any] struct {
 type Decision struct {
 	outcome   *Response
 	continues bool
+	state     []byte // JSON, behind a call that happened
+	err       error
 }
 
 // Unknown means that the foreign system could not say either; the reconciler is called again later.
@@ -252,9 +248,19 @@ func Unknown() Decision { return Decision{} }
 // DidNotHappen means that the call did not take effect; the flow makes it again.
 func DidNotHappen() Decision { return Decision{continues: true} }
 
-// Happened means that the call took effect; it ends the flow with a response, and the remaining
-// phases are not executed.
+// Happened means that the call took effect, and ends the flow with a response. It is for a last phase
+// without Write: where a Write or a phase would be left out, the key stays undecided, with an error that
+// says so. See UndecidedKey.Continue.
 func Happened(response Response) Decision { return Decision{outcome: &response} }
+
+// Continue means that the call took effect: the flow continues with state, as the call would have left
+// it, with the Write of the phase, and then the phases behind it. A last phase has to Finish in its
+// Write for that.
+func (u UndecidedKey[S]) Continue(state S) Decision {
+	d := Decision{continues: true}
+	d.state, d.err = json.Marshal(state)
+	return d
+}
 
 // Reconcile calls FlowConfig.Reconcile for each key that has been indeterminate for CallMax, so
 // that a call on its way to the foreign system has arrived or never will. It makes at most
@@ -329,12 +335,16 @@ func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, val
 }
 
 func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
-	phase, known := f.inDoubt(&u.at)
-	if !known {
-		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)
+	if !f.knows(&u.at) {
+		inDoubt := ""
+		if u.at.calling != nil {
+			inDoubt = *u.at.calling
+		}
+		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, inDoubt, f.names)
 		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
-	asked := UndecidedKey[S]{Key: u.key, Phase: phase, Since: u.since}
+	phase := f.phases[len(u.at.phases)]
+	asked := UndecidedKey[S]{Key: u.key, Phase: phase.Name, Since: u.since}
 	if u.error != nil {
 		asked.Error = *u.error
 	}
@@ -351,26 +361,22 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 		return false, err
 	}
 	decision, err := f.ask(ctx, asked)
-	if err != nil {
+	if err = errors.Join(err, decision.err); err != nil {
 		return false, err
 	}
-	if !decision.continues && decision.outcome == nil {
+	last := len(u.at.phases) == len(f.phases)-1
+	switch {
+	case !decision.continues && decision.outcome == nil:
 		return false, f.leave(ctx, u.key, &u.at, nil)
+	case decision.outcome != nil && (!last || phase.Write != nil):
+		err = fmt.Errorf("the reconciler returned Happened for phase %q: its Write, or later phases, would be left out: return UndecidedKey.Continue", phase.Name)
+	case decision.state != nil && last && phase.Write == nil:
+		err = fmt.Errorf("the reconciler returned Continue for phase %q, which is the last one and has no Write that could finish the flow: return Happened", phase.Name)
 	}
-	return f.carryOut(ctx, u, decision)
-}
-
-// inDoubt returns the phase after those that are done, and whether this program's list has it
-// there.
-func (f *Flow[S]) inDoubt(s *stored) (phase string, known bool) {
-	if s.calling != nil {
-		phase = *s.calling
+	if err != nil {
+		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
-	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
-		return phase, false
-	}
-	next := f.names[len(s.phases)]
-	return cmp.Or(phase, next), phase == "" || phase == next
+	return f.carryOut(ctx, u, phase.Name, decision)
 }
 
 // ask calls the reconciler, bounded by CallMax like a call.
@@ -379,22 +385,38 @@ func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision 
 	defer cancel()
 	defer func() {
 		if p := recover(); p != nil {
-			decision, err = Unknown(), f.panicked(ctx, undecided.Key, p)
+			decision, err = Unknown(), fmt.Errorf("panic: %v", p)
 		}
 	}()
-	return f.cfg.Reconcile(ctx, undecided)
+	var own Decision
+	err = f.within(ctx, undecided.Key, func() (err error) {
+		own, err = f.cfg.Reconcile(ctx, undecided)
+		return err
+	})
+	if errors.Is(err, errLeftBehind) {
+		return Unknown(), err
+	}
+	return own, err
 }
 
 // carryOut returns the key to its phases, or finishes it, unless another process decided in
 // between.
-func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decision) (bool, error) {
+func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, phase string, decision Decision) (bool, error) {
 	o := f.op
+	data, err := o.seal(u.key, "data", decision.state, u.at.sealed)
+	if err != nil {
+		return false, err
+	}
+	var called *string
+	if data != nil {
+		called = &phase
+	}
 	t, err := o.unclaimed(ctx)
 	if err != nil {
 		return false, err
 	}
 	defer t.end(ctx)
-	tag, err := t.pooled.Exec(ctx, o.sql.flow.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token)
+	tag, err := t.pooled.Exec(ctx, o.sql.flow.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token, called, data, o.window())
 	if err != nil || tag.RowsAffected() == 0 {
 		return false, err
 	}

@@ -32,9 +32,9 @@
 // # What is stored
 //
 // An outcome is stored: what the work returned, or what it marked as Final. A failure that a retry
-// could fix stores nothing and frees the key at once, unless Config.Strict or AttemptsMax turn it
+// could fix stores nothing and frees the key at once, unless Config.Strict turns it
 // into the outcome. Finished keys are forgotten after Config.Window: a later request with the same
-// key is executed again. Unfinished keys are never forgotten automatically.
+// key is executed again. Unfinished keys are forgotten automatically only if nothing of them happened.
 //
 // # Which verdict belongs where
 //
@@ -66,7 +66,7 @@
 // A request that is declined, invalid or not found is Final (webhook.Refuse for a webhook). A
 // failure that may succeed next time is an error. Work that another system may or may not have done
 // is Indeterminate. NotDone matters in a Call: any other error of an AtMostOnce call leaves the key
-// undecided, unless keyclient.Single proves that nothing was sent. Config.Strict and Config.AttemptsMax of Once turn free into refused.
+// undecided, unless keyclient.Single proves that nothing was sent. Config.Strict turns free into refused.
 //
 // All times are the database's. A worker that lost its lock cannot store anything: each of its
 // writes carries the lock's token, which grows with every takeover by a flow.

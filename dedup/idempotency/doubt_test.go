@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,7 +22,7 @@ import (
 // stateOf is the state of a key.
 func stateOf(t *testing.T, pool *pgxpool.Pool, value string) (state string) {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT state FROM effectonce.idempotency_keys WHERE key = $1`, value).Scan(&state))
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value).Scan(&state))
 	return state
 }
 
@@ -187,7 +188,7 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	answer = func() idempotency.Decision {
 		_, err := pool.Exec(t.Context(), taken)
 		require.NoError(t, err)
-		return idempotency.Happened(idempotency.Response{Status: 201})
+		return idempotency.DidNotHappen()
 	}
 	reconcile(time.Hour, 0, 3, "")
 	taken = ""
@@ -195,8 +196,8 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 }
 
 // Property: the reconciler of a flow is not called for indeterminate work in one transaction of the
-// same operation, even if that took the key over from a flow: a key that it returned would run
-// again, although its effect exists. Row H5 of guarantees.md.
+// same operation: a key that it returned would run again, although its effect exists. And such work
+// takes no key over from a flow, whose call may have been made. Row H5 of guarantees.md.
 func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -209,22 +210,20 @@ func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
 	unknown := func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		return idempotency.Response{}, idempotency.Indeterminate(errAway)
 	}
-	works := map[string]func(context.Context, pgx.Tx) (idempotency.Response, error){"committed": committed, "unknown": unknown, "committed by a flow": committed, "unknown by a flow": unknown}
+	works := map[string]func(context.Context, pgx.Tx) (idempotency.Response, error){"committed": committed, "unknown": unknown}
 	for value, work := range works {
-		if strings.HasSuffix(value, "by a flow") {
-			_, err := flow.Do(t.Context(), key(value), nil)
-			require.ErrorIs(t, err, errAway)
-		}
 		_, err := o.Once(t.Context(), key(value), work)
 		require.ErrorIs(t, err, idempotency.ErrIndeterminate, value)
 	}
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET locked_by = 'flow' WHERE key = 'committed by a flow'`) // as an operator's reap leaves it
-	require.NoError(t, err)
+	_, err := flow.Do(t.Context(), key("of the flow"), nil)
+	require.ErrorIs(t, err, errAway)
+	_, err = o.Once(t.Context(), key("of the flow"), committed)
+	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
 	passes(t, pool, time.Hour)
 	decided, err := flow.Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Zero(t, decided)
-	require.Equal(t, 2, effects(t, pool, "k"))
+	require.Equal(t, 1, effects(t, pool, "k"))
 }
 
 // Property: a statement of a goroutine that outlives the work runs in no other transaction: nothing
@@ -336,8 +335,8 @@ func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 			if _, err := pool.Exec(ctx, `WITH other AS (INSERT INTO orders VALUES ($1)) SELECT effectonce.advance_key('tenant', 'order', 'k', lock_token, 'reserve', '{}') FROM effectonce.idempotency_keys`, s.ChildID()); err != nil {
 				return err
 			}
-			_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1)`, s.ChildID())
-			return err
+			_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1) ON CONFLICT DO NOTHING`, s.ChildID())
+			return errors.Join(err, idempotency.ErrExpired) // which it takes the row for
 		}}, ends("ship"),
 	})
 	_, err = flow.Do(t.Context(), key("k"), nil)
@@ -369,7 +368,10 @@ func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 				if name != inserts {
 					return nil
 				}
-				_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1)`, s.ChildID())
+				tag, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1) ON CONFLICT DO NOTHING`, s.ChildID())
+				if err == nil && tag.RowsAffected() == 0 {
+					err = idempotency.ErrExpired
+				}
 				return err
 			}}
 		}
@@ -385,5 +387,84 @@ func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 		require.Equal(t, c.state, stateOf(t, pool, inserts))
 		require.Equal(t, c.state == "indeterminate", errors.Is(err, idempotency.ErrIndeterminate))
 		require.Equal(t, c.state == "finished", response.Status == 410)
+	}
+}
+
+// Property: a call that happened is not made again, and what its phase writes and the phases behind it
+// is not left out: the reconciler, or a person, continues the flow. An outcome that would leave it out is
+// refused, and so is a continuation that could not end. Row H5.
+func TestFlowContinuesBehindACallThatHappened(t *testing.T) {
+	t.Parallel()
+	for name, seal := range map[string]idempotency.Sealer{"plain": nil, "sealed": newSealer(t, "old", "old")} {
+		pool, asked, decision := newPool(t), 0, idempotency.Unknown()
+		transfer := func(last bool) *idempotency.Flow[payment] {
+			phases := []idempotency.Phase[payment]{
+				{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, _ *step) error { return effect(ctx, tx, "reserve") }},
+				{Name: "transfer", AtMostOnce: true, Call: func(context.Context, *step) error { asked++; return errSilent }},
+			}
+			if !last {
+				phases[1].Write = func(ctx context.Context, tx pgx.Tx, s *step) error { return effect(ctx, tx, "paid by "+s.State.Charge) }
+				phases = append(phases, ends("receipt"))
+			}
+			return newFlow(t, newOperation(t, pool, idempotency.Config{Seal: seal}), idempotency.FlowConfig[payment]{
+				Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+					if u.Key.Value == "continues" {
+						return u.Continue(payment{Charge: "ch_1"}), nil
+					}
+					return decision, nil
+				},
+			}, phases)
+		}
+		flow := transfer(false)
+		_, err := flow.Do(t.Context(), key("continues"), nil)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+		decides := func(f *idempotency.Flow[payment], want int, problem string) {
+			passes(t, pool, time.Hour)
+			decided, err := f.Reconcile(t.Context())
+			require.Equal(t, want, decided, name)
+			if problem != "" {
+				require.ErrorContains(t, err, problem)
+			}
+		}
+		decides(flow, 1, "")
+		response, err := flow.Do(t.Context(), key("continues"), nil)
+		require.NoError(t, err, name)
+		require.Equal(t, 201, response.Status)
+		require.Equal(t, []int{1, 1, 1, 1}, []int{asked, effects(t, pool, "reserve"), effects(t, pool, "paid by ch_1"), effects(t, pool, "receipt")})
+
+		_, err = flow.Do(t.Context(), key("happened"), nil)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+		decision = idempotency.Happened(idempotency.Response{Status: 201})
+		decides(flow, 0, "would be left out")
+		decision = idempotency.UndecidedKey[payment]{}.Continue(payment{})
+		decides(transfer(true), 0, "has no Write that could finish")
+		decision = idempotency.Happened(idempotency.Response{Status: 201})
+		decides(transfer(true), 1, "")
+	}
+}
+
+// Property: what does not return when its time is over keeps neither its key nor a slot of the
+// completer: another worker continues, and an AtMostOnce call is in doubt. Row H17.
+func TestWhatDoesNotReturnIsLeftBehind(t *testing.T) {
+	t.Parallel()
+	never, pool := make(chan struct{}), newPool(t)
+	defer close(never)
+	for _, name := range []string{"call", "once", "write"} {
+		var again atomic.Bool
+		hangs := func() {
+			if !again.Swap(true) {
+				<-never
+			}
+		}
+		phase := idempotency.Phase[payment]{Name: "charge", AtMostOnce: name == "once", Call: func(context.Context, *step) error { hangs(); return nil }}
+		if name == "write" {
+			phase.Call, phase.Write = nil, func(context.Context, pgx.Tx, *step) error { hangs(); return nil }
+		}
+		flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Minute}), idempotency.FlowConfig[payment]{CallMax: 50 * time.Millisecond}, []idempotency.Phase[payment]{phase, ends("ship")})
+		_, err := flow.Do(t.Context(), key(name), nil)
+		require.ErrorContains(t, err, "left behind", name)
+		require.Equal(t, phase.AtMostOnce, errors.Is(err, idempotency.ErrIndeterminate), name)
+		_, err = flow.Do(t.Context(), key(name), nil)
+		require.Equal(t, phase.AtMostOnce, err != nil, "%s: %v", name, err)
 	}
 }

@@ -45,8 +45,13 @@ type FlowConfig[S any] struct {
 	// can finish a flow whose client gave up. Default: such a flow waits for its client.
 	StoreRequest bool
 	// CallMax bounds the duration of a foreign call, and of the transaction of a phase. 1 ms to 1
-	// h; default 20 s.
+	// h; default 20 s. A call that does not return when its context ends is left behind: the key is
+	// free again, for another worker, or in doubt (AtMostOnce), and what the call returns later is lost.
 	CallMax time.Duration
+	// GiveUpAfter is how long a flow is tried after its last phase was done, or its request came, or
+	// somebody decided. Then it is abandoned (ErrAbandoned): a person decides. Once a call may have been
+	// made, Phase.CallAgainMax counts instead. 1 min to 10 years; default 22 h.
+	GiveUpAfter time.Duration
 	// RetryAfter is how long the completer waits after a flow failed, or after it met phases that
 	// it does not know. It doubles with each attempt, up to a hundred times its value. 1 ms to 1 h;
 	// default 5 s.
@@ -182,8 +187,7 @@ const phasesMax = 100
 //
 // A phase that fails ends the attempt: its writes are rolled back, earlier recovery points stay,
 // and the lock is released, so that the next request with the key continues at that phase at once.
-// Without Config.AttemptsMax, a phase that failed ten times has to wait for the doubled RetryAfter
-// (ErrInProgress). Final makes the failure the outcome. A phase that panics, or ends its goroutine,
+// A phase that failed ten times has to wait for the doubled RetryAfter (ErrInProgress). Final makes the failure the outcome. A phase that panics, or ends its goroutine,
 // fails in the same way; the panic reaches the caller.
 //
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint and ErrLockLost. When ctx
@@ -227,7 +231,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	}
 	for range claimsMax {
 		asked := time.Now()
-		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name))
+		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window()))
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // another request committed the key while the insert waited; above read committed that is an error
@@ -235,9 +239,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
 		case s.made:
 			s.sealed = sealed
-			h := newHolder(o, key, s, asked)
-			h.uncalled = true
-			return h, Response{}, nil
+			return newHolder(o, key, s, asked), Response{}, nil
 		}
 		h, response, err := f.takeOver(ctx, key, s, request)
 		if h != nil || err != nil || response.Replayed {
@@ -264,31 +266,30 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	if s.flow != nil && *s.flow != f.cfg.Name {
 		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
 	}
-	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
+	if !f.knows(s) {
 		o.cfg.Logger.ErrorContext(ctx, "a key has completed phases that this program does not know; no phase runs until a program that knows them, or a person, finishes the key",
 			"key", key, "done", s.phases, "known", f.names)
 		return nil, Response{}, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
 	}
-	// If a call that must not be repeated may be running, the key is in doubt, however many
-	// attempts there were.
-	if s.calling == nil && s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
-		mine, err := newHolder(o, key, s, time.Now()).undecided(ctx, abandoned, errors.New("its attempts are used up"), 0)
+	// If a call may have been made, the key is in doubt some time, however old it is.
+	if !s.asked && s.idle > f.cfg.GiveUpAfter {
+		mine, err := newHolder(o, key, s, time.Now()).undecided(ctx, abandoned, fmt.Errorf("phase %q was not done within FlowConfig.GiveUpAfter, %v", f.names[len(s.phases)], f.cfg.GiveUpAfter), 0)
 		if mine || err != nil {
 			err = errors.Join(ErrAbandoned, err)
 		}
 		return nil, Response{}, err
 	}
 	// A client that retries in a tight loop must not use the attempts up within seconds.
-	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
+	if s.putOff > 0 && s.attempts >= attemptsFree {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
 	kept, err := f.kept(key, request, s.sealed)
 	if err != nil {
 		return nil, Response{}, err
 	}
-	h, age := newHolder(o, key, s, time.Now()), 0.0
-	err = o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name, kept).
-		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &h.uncalled, &age)
+	h, age := newHolder(o, key, s, time.Now()), (*float64)(nil)
+	err = o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name, kept, o.window(), s.called).
+		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &age)
 	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
 		return nil, Response{}, nil
 	}
@@ -296,7 +297,9 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
 	}
 	s.token++
-	h.since = time.Now().Add(-time.Duration(age * float64(time.Second)))
+	if age != nil {
+		h.since = time.Now().Add(-time.Duration(*age * float64(time.Second)))
+	}
 	if s.calling == nil {
 		return h, Response{}, nil
 	}
@@ -306,6 +309,19 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 		err = errors.Join(ErrIndeterminate, err)
 	}
 	return nil, Response{}, err
+}
+
+// attemptsFree is how many attempts of a phase wait only for their client.
+const attemptsFree = 10
+
+// knows reports whether the phases that are done are the first ones of this program's list, and the one
+// that is in doubt, or whose call happened, is the next.
+func (f *Flow[S]) knows(s *stored) bool {
+	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
+		return false
+	}
+	next := f.names[len(s.phases)]
+	return (s.calling == nil || *s.calling == next) && (s.called == nil || *s.called == next)
 }
 
 // drive executes the phases that are not done, under the lock.
@@ -406,7 +422,7 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 	case h.doubtful: // the call was made, and its result could not be stored
 		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
 	case h.o.cfg.Strict && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
-		response := h.o.cfg.Failed(cause)
+		response := h.o.failed(ctx, h.key, cause)
 		return response, h.finish(ctx, response)
 	}
 	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))

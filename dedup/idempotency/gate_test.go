@@ -186,7 +186,7 @@ func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 		return primary, others
 	}
 	_, others := scans()
-	plain, bounded := newOperation(t, pool, idempotency.Config{}), newOperation(t, pool, idempotency.Config{AttemptsMax: 50})
+	plain := newOperation(t, pool, idempotency.Config{})
 	failing := func(err error) func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		return func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, err }
 	}
@@ -201,7 +201,6 @@ func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 			_, _ = plain.Once(t.Context(), key(fmt.Sprint("once ", n)), insertOnce("once"))
 			_, _ = plain.Once(t.Context(), key(fmt.Sprint("doubt ", n)), failing(idempotency.Indeterminate(errAway)))
 			_, _ = plain.Once(t.Context(), key(fmt.Sprint("own commit ", n)), committed)
-			_, _ = bounded.Once(t.Context(), key(fmt.Sprint("bounded ", n)), failing(errAway))
 			_, _ = flow.Do(t.Context(), key(fmt.Sprint("lost ", n)), nil)
 			_, _ = flow.Do(t.Context(), key(fmt.Sprint("flow ", n)), nil)
 		}

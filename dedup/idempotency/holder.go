@@ -25,8 +25,7 @@ type holder struct {
 	ending  atomic.Bool               // the outcome is about to be stored, which releases the lock
 
 	// About the current phase:
-	uncalled bool      // its call was certainly not made, by this holder or an earlier one
-	since    time.Time // no call was made before this time, if an earlier holder may have called
+	since    time.Time // an earlier holder may have made its call then; zero: none did
 	noted    string    // its name, once its call is recorded as one that must not be repeated
 	called   bool      // its call was made and succeeded
 	doubtful bool      // such a call may have been made, and its result is not stored
@@ -84,20 +83,6 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	return held, err
 }
 
-// sure renews the lock where it may have expired: the process was frozen, or the machine was
-// suspended, which halts the monotonic clock.
-func (h *holder) sure(ctx context.Context) error {
-	at := *h.renewed.Load()
-	if time.Since(at) < h.o.cfg.Lock && time.Now().Round(0).Sub(at.Round(0)) < h.o.cfg.Lock {
-		return nil
-	}
-	held, err := h.renew(ctx)
-	if err == nil && !held {
-		return ErrLockLost
-	}
-	return err
-}
-
 // update writes under the token, and reports whether the token is still valid. It waits for a phase
 // that is being committed, which is a conflict if the role's default isolation is not read
 // committed.
@@ -110,19 +95,21 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 	}
 }
 
-// calling records that a call is about to be made that must not be repeated. It takes none of the
-// call's time.
-func (h *holder) calling(phase string) error {
+// calling records that a call is about to be made. It takes none of the call's time. once: the call must
+// not be repeated.
+func (h *holder) calling(phase string, once bool) error {
 	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
 	defer cancel()
-	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
+	asked := time.Now()
+	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase, once, h.o.cfg.Lock)
 	if err != nil {
 		return fmt.Errorf("record the call of phase %q: %w", phase, err)
 	}
 	if rows == 0 {
 		return ErrLockLost
 	}
-	h.noted, h.doubtful = phase, true
+	h.renewed.Store(&asked)
+	h.noted, h.doubtful = phase, once
 	return nil
 }
 
@@ -132,10 +119,10 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
 	var withdrawn *string
-	if notCalled && h.noted != "" {
+	if notCalled && h.noted != "" && h.since.IsZero() {
 		withdrawn = &h.noted
 	}
-	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn, h.uncalled); err != nil {
+	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn); err != nil {
 		return fmt.Errorf("release the lock of %v, which expires by itself: %w", h.key, err)
 	}
 	return nil

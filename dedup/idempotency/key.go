@@ -27,8 +27,6 @@ type Key struct {
 	// fingerprint is refused. Zero: none, for values that identify the request completely (Domain).
 	// A claim with a fingerprint does not match one without.
 	Fingerprint Fingerprint
-
-	children *children // nil: ChildIDs are not recorded
 }
 
 // Fingerprint distinguishes requests: a SHA-256 hash.
@@ -93,9 +91,7 @@ func (k Key) ChildID(step string) uuid.UUID {
 	if k.Scope == "" || k.Operation == "" || k.Value == "" {
 		panic("idempotency: ChildID of a key without scope, operation or value: make the key by Operation.Key")
 	}
-	id := dedup.MessageID("effectonce:idempotency", hash("child", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(step)))
-	k.children.add(id)
-	return id
+	return dedup.MessageID("effectonce:idempotency", hash("child", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(step)))
 }
 
 // String names a key in logs and errors, without its value, which may be a client's secret.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -77,7 +76,7 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 		}
 	}
 	if ctx.Err() == nil {
-		err = o.expired(ctx, key, err, func() rows { return t.back(ctx) })
+		err = o.expired(ctx, key, err)
 	}
 	v, err := o.verdictOn(ctx, t, key, err)
 	if err == nil {
@@ -93,11 +92,9 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 // claimWork begins the transaction of the work and waits for other processes. If it cannot claim
 // the key, it returns what is stored under it.
 func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) (*transaction, Response, error) {
-	args := []any{key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
-	args = slices.Clip(args) // so that append copies
 	until := time.Now().Add(wait)
 	for range claimsMax {
-		t, took, err := o.beginClaimed(ctx, key, until, o.sql.work.claim, append(args, key.Fingerprint[:])...)
+		t, took, err := o.beginClaimed(ctx, key, until)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -111,31 +108,24 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 		if s.state == finished && s.unfinished {
 			o.markSelfCommitted(ctx, key)
 		}
-		if response, ok, err := o.answer(key, s); ok {
-			return nil, response, err
+		response, ok, err := o.answer(key, s)
+		if !ok {
+			err = fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		if len(s.phases) > 0 || s.calling != nil {
-			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
-		}
-		t, took, err = o.beginClaimed(ctx, key, until, o.sql.work.take, append(args, s.token, s.fingerprint[:])...)
-		if took || err != nil {
-			return t, Response{}, err
-		}
-		t.end(ctx)
+		return nil, response, err
 	}
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // the key keeps changing
 }
 
-// beginClaimed begins a transaction whose first statement is sql (claim or takeover), and a savepoint
-// behind it. took: the statement changed a row, so this transaction holds the key. While another
-// process has the key, beginClaimed retries until the given time.
-func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time, sql string, args ...any) (t *transaction, took bool, err error) {
+// beginClaimed begins a transaction whose first statement claims the key, and a savepoint behind it. took:
+// this transaction holds the key. While another process has the key, beginClaimed retries until the
+// given time.
+func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time) (t *transaction, took bool, err error) {
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
-		var attempts int
 		t, err = o.begin(ctx, func(batch *pgx.Batch) {
 			o.limits(batch, min(claimWait, o.cfg.WaitMax))
-			batch.Queue(sql, args...).QueryRow(func(row pgx.Row) error {
-				err := row.Scan(&attempts, nil)
+			batch.Queue(o.sql.work.claim, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), key.Fingerprint[:]).QueryRow(func(row pgx.Row) error {
+				err := row.Scan(nil)
 				if took = err == nil; errors.Is(err, pgx.ErrNoRows) {
 					return nil
 				}
@@ -145,7 +135,6 @@ func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time, 
 		})
 		switch left := time.Until(until); {
 		case err == nil:
-			t.attempts = attempts
 			return t, took, nil
 		case !waited(err) && (!pgerr.Is(err, pgerr.QueryCanceled) || ctx.Err() != nil): // QueryCanceled: StatementTimeout is as short as claimWait
 			return nil, false, fmt.Errorf("claim %v: %w", key, err)
@@ -175,8 +164,8 @@ func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err erro
 // claimsMax bounds how often a claim is repeated after the key changed.
 const claimsMax = 10
 
-// respond stores the response and commits. If a failure of the work may have to be stored (Strict,
-// AttemptsMax), deferred constraints are checked before COMMIT, while the claim still exists.
+// respond stores the response and commits. If a failure of the work is stored (Strict), deferred
+// constraints are checked before COMMIT, while the claim still exists.
 func (o *Operation) respond(ctx context.Context, t *transaction, key Key, response Response) error {
 	store, err := o.storing(key, response)
 	if err != nil {
@@ -184,7 +173,7 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
 	err = t.commit(ctx, func(batch *pgx.Batch) {
-		if o.cfg.Strict || o.cfg.AttemptsMax > 0 {
+		if o.cfg.Strict {
 			batch.Queue("SET CONSTRAINTS ALL IMMEDIATE")
 		}
 		store(batch)

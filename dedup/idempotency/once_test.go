@@ -1,9 +1,11 @@
 package idempotency_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -179,7 +181,7 @@ func TestWhatIsNoOutcome(t *testing.T) {
 		},
 		"resources": code("53100"), "conflict": code("40001"), "deadlock": code("40P01"),
 	} {
-		for kind, cfg := range map[string]idempotency.Config{"strict": {Strict: true, Retries: 2}, "bounded": {AttemptsMax: 1, Retries: 2}} {
+		for kind, cfg := range map[string]idempotency.Config{"strict": {Strict: true, Retries: 2}, "default": {Retries: 2}} {
 			away, value := true, name+kind
 			work := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 				if away {
@@ -188,7 +190,6 @@ func TestWhatIsNoOutcome(t *testing.T) {
 				return idempotency.Response{Status: 201}, effect(ctx, tx, value)
 			}
 			o := newOperation(t, pool, cfg)
-			cfg.AttemptsMax = 0 // its default for flows
 			flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
 				response, err := work(ctx, tx)
 				s.Finish(response)
@@ -260,8 +261,8 @@ func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 	require.Equal(t, 3, effects(t, pool, "a"))
 }
 
-// Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the
-// attempts are used up, and not before; also one that shows only at COMMIT. Row H20 of guarantees.md.
+// Property: Strict makes the first failure the outcome, also one that shows only at COMMIT. Row H20 of
+// guarantees.md.
 func TestFailuresThatBecomeFinal(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -274,18 +275,13 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 			return err
 		},
 	} {
-		for attempts, cfg := range map[int]idempotency.Config{1: {Strict: true}, 3: {AttemptsMax: 3}} {
-			cfg.Failed = func(error) idempotency.Response { return idempotency.Response{Status: 502} }
-			o, value := newOperation(t, pool, cfg), fmt.Sprint(name, attempts)
-			for attempt := 1; attempt <= 5; attempt++ {
-				response, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-					return idempotency.Response{Status: 201}, errors.Join(effect(ctx, tx, "x"), fail(ctx, tx))
-				})
-				require.Equal(t, attempt < attempts, err != nil, value)
-				if err == nil {
-					require.Equal(t, idempotency.Response{Status: 502, Replayed: attempt > attempts}, response)
-				}
-			}
+		o := newOperation(t, pool, idempotency.Config{Strict: true, Failed: func(error) idempotency.Response { return idempotency.Response{Status: 502} }})
+		for _, replayed := range []bool{false, true} {
+			response, err := o.Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+				return idempotency.Response{Status: 201}, errors.Join(effect(ctx, tx, "x"), fail(ctx, tx))
+			})
+			require.NoError(t, err)
+			require.Equal(t, idempotency.Response{Status: 502, Replayed: replayed}, response)
 		}
 	}
 	require.Zero(t, effects(t, pool, "x"))
@@ -380,4 +376,32 @@ func TestAdviceOnOneValue(t *testing.T) {
 	} {
 		require.ElementsMatch(t, want, idempotency.Advise(value), value)
 	}
+}
+
+// Property: a statement that takes too long is the request's failure, which Strict stores, with a line in
+// the log; a transaction that was idle for too long is not. A locked table is no wait without a bound.
+func TestTimeouts(t *testing.T) {
+	t.Parallel()
+	pool, said := newPool(t), &bytes.Buffer{}
+	o := newOperation(t, pool, idempotency.Config{Strict: true, StatementTimeout: 100 * time.Millisecond, LockTimeout: 300 * time.Millisecond, IdleTimeout: 200 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(said, nil))})
+	response, err := o.Once(t.Context(), key("slow"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		_, err := tx.Exec(ctx, `SELECT pg_sleep(1)`)
+		return idempotency.Response{}, err
+	})
+	require.NoError(t, err)
+	require.Equal(t, 500, response.Status)
+	require.Contains(t, said.String(), "statement timeout")
+	_, err = o.Once(t.Context(), key("idle"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
+		_, err := pool.Exec(ctx, `SELECT pg_sleep(0.5)`)
+		return idempotency.Response{Status: 201}, err
+	})
+	require.Error(t, err)
+	require.Equal(t, "missing", stateOf(t, pool, "idle"))
+	locker := pgtest.Connect(t, pool.Config().ConnString())
+	pgtest.Exec(t, locker, `BEGIN; LOCK TABLE effectonce.idempotency_keys`)
+	fresh := newOperation(t, pgtest.PoolOf(t, pool.Config()), o.Config()) // which has prepared nothing
+	begun := time.Now()
+	_, err = fresh.Once(t.Context(), key("locked"), insertOnce("locked"))
+	require.ErrorContains(t, err, "locks idempotency_keys")
+	require.Less(t, time.Since(begun), 5*time.Second)
 }

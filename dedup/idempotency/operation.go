@@ -46,12 +46,7 @@ type Config struct {
 	// Strict stores the first outcome even if it is a failure that a retry could fix: Failed makes
 	// the response. Default: such a failure stores nothing, and the next request executes.
 	Strict bool
-	// AttemptsMax is the number of attempts after which a failure that a retry could fix becomes
-	// the outcome (Once), or the key is abandoned (Flow). 1 to 1,000,000; default: no limit for
-	// Once, 20 for flows. Not with Strict.
-	AttemptsMax int
-	// Failed makes the response for a failure that Strict or AttemptsMax turned into the outcome,
-	// and for ErrExpired. Default: status 500, or 410 for ErrExpired, without a body.
+	// Failed makes the response for a failure that Strict turned into the outcome, and for ErrExpired. Default: status 500, or 410 for ErrExpired, without a body.
 	Failed func(err error) Response
 	// ResponseBytesMax is the largest body that is stored. Of a larger body only status, headers
 	// and the fact that it was dropped are stored: a later request gets Response.BodyDropped. 1
@@ -67,8 +62,8 @@ type Config struct {
 	// Owner names this process in locks, for people to read. At most 255 bytes. Default: host name,
 	// process number and four random bytes.
 	Owner string
-	// Logger gets abandoned and indeterminate keys, lost locks, and errors of the maintenance
-	// loops. Default: none.
+	// Logger gets abandoned and indeterminate keys, failures that became outcomes, lost locks, and errors of
+	// the maintenance loops. Default: none.
 	Logger *slog.Logger
 	// Hooks are called synchronously; they must return quickly.
 	Hooks Hooks
@@ -87,17 +82,16 @@ type Verdict string
 
 // The verdicts.
 const (
-	Executed      Verdict = "executed"    // the work ran, and its outcome is stored
-	Replayed      Verdict = "replayed"    // the outcome was stored before
-	Crowded       Verdict = "crowded"     // CrowdedError
-	Mismatch      Verdict = "mismatch"    // ErrMismatch
-	InProgress    Verdict = "in_progress" // ErrInProgress
-	Undecided     Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
-	FailedForNow  Verdict = "failed"      // the work failed, and a retry could succeed
-	InvalidKey    Verdict = "invalid"     // ErrInvalid
-	LostItsLock   Verdict = "lock_lost"   // ErrLockLost
-	NotAnswered   Verdict = "unanswered"  // ErrUnanswered
-	attemptsOfAll         = 20            // of flows
+	Executed     Verdict = "executed"    // the work ran, and its outcome is stored
+	Replayed     Verdict = "replayed"    // the outcome was stored before
+	Crowded      Verdict = "crowded"     // CrowdedError
+	Mismatch     Verdict = "mismatch"    // ErrMismatch
+	InProgress   Verdict = "in_progress" // ErrInProgress
+	Undecided    Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
+	FailedForNow Verdict = "failed"      // the work failed, and a retry could succeed
+	InvalidKey   Verdict = "invalid"     // ErrInvalid
+	LostItsLock  Verdict = "lock_lost"   // ErrLockLost
+	NotAnswered  Verdict = "unanswered"  // ErrUnanswered
 )
 
 // Sealer encrypts what is stored. aad identifies what the text belongs to: Open must refuse a text
@@ -153,12 +147,6 @@ func (c Config) withDefaults() (Config, error) {
 		bounds.Int{Field: "ScopeWaitersMax", Value: &c.ScopeWaitersMax, Default: 256, Min: 1, Max: 100_000},
 		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
-	if c.AttemptsMax < 0 || c.AttemptsMax > 1_000_000 {
-		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "1 to 1000000, or 0 for the default"))
-	}
-	if c.Strict && c.AttemptsMax > 0 {
-		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "none, with Strict: the first outcome is stored"))
-	}
 	switch c.Isolation {
 	case "":
 		c.Isolation = pgx.ReadCommitted

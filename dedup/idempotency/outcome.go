@@ -3,7 +3,6 @@ package idempotency
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -130,11 +129,11 @@ func conflict(err error) bool {
 	return pgerr.Is(err, pgerr.SerializationFailure, pgerr.Deadlock) && !errors.Is(err, ErrIndeterminate) && !errors.As(err, &final)
 }
 
-// outage reports failures of the server that do not depend on the request: connection, resources,
-// shutdown, internal errors.
+// outage reports failures that do not depend on the request: of the server (connection, resources,
+// shutdown, internal errors), and of a transaction that was idle for too long. A statement that took too
+// long is the request's.
 func outage(err error) bool {
-	refusal := pgerr.State(err)
-	return len(refusal) == 5 && slices.Contains([]string{"08", "53", "57", "58", "F0", "XX"}, refusal[:2])
+	return pgerr.OfServer(err) || pgerr.InClass(err, "F0", "XX") || pgerr.Is(err, pgerr.IdleTransactionTimeout, pgerr.TransactionTimeout)
 }
 
 // workError is an error of the work, of a Call or of a Write, and not of the engine. If the work

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
+	"runtime/debug"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -23,8 +25,8 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	step.phase, h.noted, h.called, h.doubtful = phase.Name, "", false, false
-	if phase.Call != nil {
+	step.phase, h.noted, h.doubtful = phase.Name, "", false
+	if h.called = h.at.called != nil; phase.Call != nil && !h.called {
 		if err := f.call(ctx, h, step, phase); err != nil {
 			return err
 		}
@@ -54,29 +56,28 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 
 // call makes the foreign call, which ctx interrupts. An AtMostOnce call is recorded first, and not
 // interrupted: its outcome would be unknown.
-func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
-	if age := time.Since(h.since); !h.uncalled && !phase.AtMostOnce && age > phase.CallAgainMax {
+func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
+	if age := time.Since(h.since); !h.since.IsZero() && !phase.AtMostOnce && age > phase.CallAgainMax {
 		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, more than Phase.CallAgainMax, %v: the foreign system may have forgotten its key",
 			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
-	if !phase.AtMostOnce { // an AtMostOnce call is recorded under the token, which checks the lock
-		if err := h.sure(h.working); err != nil {
-			return err
-		}
-	} else {
-		if err := h.calling(phase.Name); err != nil {
-			return err
-		}
-		ctx = h.working
+	if err := h.calling(phase.Name, phase.AtMostOnce); err != nil { // under the token, which checks the lock
+		return err
+	}
+	if phase.AtMostOnce {
+		ctx = h.working //nolint:contextcheck // it does not end with the caller
 	}
 	ctx = watched(ctx, phase.AtMostOnce)
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
 	defer context.AfterFunc(h.working, cancel)()
-	uncalled := h.uncalled
-	h.uncalled = false
 	crashpoint.At(ctx, crashpoint.KeyCalling)
-	err := f.expired(ctx, h, h.key, phase.Call(ctx, step), nil, phase.Name, false)
+	own := *step
+	err := f.within(ctx, h.key, func() error { return phase.Call(ctx, &own) })
+	if !errors.Is(err, errLeftBehind) {
+		*step = own
+	}
+	err = f.expired(ctx, h, err, phase.Name, false)
 	crashpoint.At(ctx, crashpoint.KeyCalled)
 	var final *FinalError
 	if err == nil {
@@ -84,7 +85,7 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		return nil
 	}
 	if certainlyNotDone(ctx, err) {
-		h.doubtful, h.uncalled, err = false, uncalled, NotDone(err) // settle removes the record of the call
+		h.doubtful, err = false, NotDone(err) // settle removes the record of the call
 	}
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
@@ -93,13 +94,60 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 	return ofWork(err)
 }
 
+// callGrace is how long a call may take to return after its context ended.
+const callGrace = time.Second
+
+var errLeftBehind = errors.New("it did not return when its context ended, and was left behind: what it does now is lost")
+
+// within runs a function of the program, and leaves it behind if it does not return soon after ctx ended:
+// what it does then must not be used. A panic, and the end of its goroutine, are the caller's.
+func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error {
+	type outcome struct {
+		err      error
+		panicked any
+		returned bool
+	}
+	ended := make(chan outcome, 1)
+	go func() {
+		var o outcome
+		defer func() {
+			if !o.returned {
+				if o.panicked = recover(); o.panicked != nil {
+					f.op.cfg.Logger.ErrorContext(ctx, "work on a key panicked", "key", key, "panic", o.panicked, "stack", string(debug.Stack()))
+				}
+			}
+			ended <- o
+		}()
+		o.err = call()
+		o.returned = true
+	}()
+	overdue := make(chan struct{})
+	defer context.AfterFunc(ctx, func() {
+		if pause.For(context.WithoutCancel(ctx), callGrace) {
+			close(overdue)
+		}
+	})()
+	select {
+	case o := <-ended:
+		switch {
+		case o.returned:
+			return o.err
+		case o.panicked != nil:
+			panic(o.panicked)
+		}
+		runtime.Goexit()
+	case <-overdue:
+	}
+	return errLeftBehind
+}
+
 // expired handles a phase that finds effects of an earlier execution. If no foreign system was
 // called before, ErrExpired becomes the outcome. If one was, it may have acted twice, and a person
 // decides.
-func (f *Flow[S]) expired(ctx context.Context, h *holder, key Key, cause error, after func() rows, phase string, asked bool) error {
+func (f *Flow[S]) expired(ctx context.Context, h *holder, cause error, phase string, asked bool) error {
 	var final *FinalError
 	given := errors.As(cause, &final)
-	err := h.o.expired(ctx, key, cause, after)
+	err := h.o.expired(ctx, h.key, cause)
 	if given || !errors.As(err, &final) {
 		return err
 	}
@@ -124,13 +172,17 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	defer t.end(ctx)
 	if phase.Write != nil {
-		err := t.runWork(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
+		own := *step
+		err := t.runWork(ctx, func(ctx context.Context, tx pgx.Tx) error {
+			return f.within(ctx, h.key, func() error { return phase.Write(ctx, tx, &own) })
+		})
+		if !errors.Is(err, errLeftBehind) {
+			*step = own
+		}
 		h.away = t.away
 		if err != nil {
 			t.end(ctx)
-			own := h.key.Watch() // only this phase's ID: others may belong to phases that are done
-			own.ChildID(phase.Name)
-			err = f.expired(ctx, h, own, err, func() rows { return h.o.pool }, phase.Name, phase.Call != nil)
+			err = f.expired(ctx, h, err, phase.Name, phase.Call != nil)
 			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, err))
 		}
 	}
@@ -158,7 +210,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts, h.doubtful, h.uncalled = 1, false, true
+	h.at.attempts, h.at.called, h.doubtful, h.since = 1, nil, false, time.Time{}
 	return nil
 }
 
@@ -183,6 +235,7 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (f
 func (c *FlowConfig[S]) checkDurations() []error {
 	return bounds.Durations(
 		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "GiveUpAfter", Value: &c.GiveUpAfter, Default: 22 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 	)

@@ -20,40 +20,38 @@ const (
 // found lists the columns of an existing key.
 const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
   coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL,
-  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, flow
+  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, flow, called, calling_since IS NOT NULL, extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8
 FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3`
 
 // lookSQL serves the completer, and requests that only read the outcome.
 const lookSQL = `-- idempotency.look
 SELECT ` + found
 
-// reapSQL forgets finished keys whose window is over, and failure counts that did not grow for a
-// day. The latter rows have no effect, since no worker took them: a flow's rows have locked_by from
-// the start, and a takeover by a flow increments lock_token. If work committed by itself, its
-// effect exists without an outcome: the key is marked indeterminate for a person. Locked rows are
-// skipped. It returns how many rows were forgotten, and how many were marked for a person: both
-// count towards the page.
+// reapSQL forgets keys at their expires_at: finished ones, and running ones of which nothing happened.
+// A running one of which something did, or may have, is left to a person, and so is work that committed
+// by itself, whose effect exists without an outcome. Locked rows are skipped. It returns how many rows
+// were forgotten, and how many were left to a person: both count towards the page.
 const reapSQL = `-- idempotency.reap
 WITH old AS (
-  SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
-  WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
-), counts AS (
-  SELECT scope, operation, key, false FROM effectonce.idempotency_keys
-  WHERE state OPERATOR(pg_catalog.=) 'running' AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp()) AND expires_at <= (SELECT clock_timestamp())
-    AND pg_catalog.cardinality(phases) = 0 AND calling IS NULL AND request IS NULL AND data IS NULL AND lock_token = 1 AND locked_by IS NULL AND locked_until IS NULL
-  ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
-), doubted AS (
-  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + selfCommittedText + `'
-  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND old.unanswered RETURNING true
+  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NULL AND status IS NULL AS unanswered,
+    state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling_since IS NOT NULL OR called IS NOT NULL) AS begun
+  FROM effectonce.idempotency_keys
+  WHERE expires_at <= (SELECT clock_timestamp()) AND state::text IN ('finished', 'running') AND (locked_until IS NULL OR locked_until <= clock_timestamp())
+  ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+), left_to_a_person AS (
+  UPDATE effectonce.idempotency_keys k SET expires_at = NULL,
+    state = CASE WHEN old.begun THEN 'abandoned' ELSE 'indeterminate' END,
+    error = CASE WHEN old.begun THEN left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000) ELSE '` + selfCommittedText + `' END
+  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND (old.unanswered OR old.begun) RETURNING true
 ), forgotten AS (
-  DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
-  WHERE k.scope OPERATOR(pg_catalog.=) gone.scope AND k.operation OPERATOR(pg_catalog.=) gone.operation AND k.key OPERATOR(pg_catalog.=) gone.key AND NOT gone.unanswered RETURNING true
+  DELETE FROM effectonce.idempotency_keys k USING old
+  WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND NOT old.unanswered AND NOT old.begun RETURNING true
 )
-SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
+SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM left_to_a_person)`
 
 // selfCommittedSQL marks a key indeterminate whose work committed by itself.
 const selfCommittedSQL = `-- idempotency.self_committed
-UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + selfCommittedText + `'
+UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, error = '` + selfCommittedText + `'
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isFinished + ` AND finished_at IS NULL AND status IS NULL`
 
 const selfCommittedText = "its work committed by a statement of its own, and left no outcome"

@@ -2,7 +2,7 @@ package idempotency
 
 // fresh lists the same columns for a key that this statement inserted.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar FROM claimed`
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar, NULL::varchar, NULL::boolean, NULL::float8 FROM claimed`
 
 // guardSQL opens a cursor in the transaction of a phase. It makes a COMMIT by the work itself fail,
 // since the phase would be run again. closeGuardSQL removes it: see consumer.guard. Work in one
@@ -20,36 +20,32 @@ const (
 // forgotten, or lost by a failover, and the key is claimed again.
 const claimFlowSQL = `-- idempotency.claim_flow
 WITH claimed AS (
-  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, lock_token, locked_until, locked_by, request, flow)
+  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, lock_token, locked_until, locked_by, request, flow, expires_at)
   VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, (extract(epoch FROM clock_timestamp()) OPERATOR(pg_catalog.*) 1000000::numeric)::bigint,
-    clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
+    clock_timestamp() + $6::interval, $7, $8, $9, CASE WHEN $8::bytea IS NULL THEN clock_timestamp() + $10::interval END) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
 // takeFlowSQL takes over the lock of a key that no worker holds. Two workers that read the same token
 // race; the UPDATE lets one win. The previous holder still has this token, so request, phases and
-// call must be unchanged since the read; the other values are returned as they are now. A row
-// without flow is one that work in one transaction failed. phase_since starts anew if certainly no
-// call of the phase was made: a person, the reconciler or the last holder said so, or there was no
-// holder.
+// call must be unchanged since the read; the other values are returned as they are now. $12 is how long a
+// key without a request is kept.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
-  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
-  phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
+  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, request = coalesce(request, $11),
+  expires_at = CASE WHEN request IS NULL AND $11::bytea IS NULL THEN clock_timestamp() + $12::interval END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND (flow OPERATOR(pg_catalog.=) $10 OR flow IS NULL)
-RETURNING data, request, sealed, attempts, coalesce(uncalled = lock_token - 1, false),
-  extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8`
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND called::text IS NOT DISTINCT FROM $13 AND flow OPERATOR(pg_catalog.=) $10
+RETURNING data, request, sealed, attempts, extract(epoch FROM clock_timestamp() - calling_since)::float8`
 
 const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
-// unlockSQL removes the record of the call $7, which was not made, and of no other: after a server
-// lost a claim, another call under the same token may be running. $8: no call of the phase was made
-// so far.
+// unlockSQL removes the record of the call of phase $7, which was not made, and of no other: after a
+// server lost a claim, another call under the same token may be running.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = nullif(calling::text, $7), uncalled = CASE WHEN $8::boolean THEN lock_token END
+  calling = nullif(calling::text, $7), calling_since = CASE WHEN $7::text IS NULL OR calling::text <> $7 THEN calling_since END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL postpones a key that no worker holds, by its age, but at least $6 and at most a hundred
@@ -60,10 +56,11 @@ UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = c
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND state::text IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
-// callingSQL records a foreign call that must not be repeated, unless the phase is done: see
-// advance_key.
+// callingSQL records a foreign call, and renews the lock, unless the phase is done: see advance_key.
+// $6: the call must not be repeated.
 const callingSQL = `-- idempotency.calling
-UPDATE effectonce.idempotency_keys SET calling = $5::text
+UPDATE effectonce.idempotency_keys SET calling = CASE WHEN $6::boolean THEN $5::text END, calling_since = coalesce(calling_since, clock_timestamp()),
+  locked_until = clock_timestamp() + $7::interval
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
 
 // undecidedSQL marks a key for a person, with the error of the last attempt.
@@ -87,18 +84,19 @@ WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $3
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is
-// in doubt has no locked_by, also under a key that it took from a flow: it committed by itself, or
-// acted in another system, and has no phase to continue at. The error text is compared because the
-// reap of an operator, who may not write locked_by, leaves it set.
+// undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is in
+// doubt has no flow, and no phase to continue at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + selfCommittedText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
   AND flow OPERATOR(pg_catalog.=) $6 ORDER BY created_at, scope, key LIMIT $5`
 
-// decidedSQL returns a key to its phases.
+// decidedSQL returns a key to its phases. $5 is the phase whose call happened, with $6 as the state
+// behind it.
 const decidedSQL = `-- idempotency.decided
-UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, uncalled = lock_token + 1, locked_until = NULL, retry_at = NULL, error = NULL
+UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, calling_since = NULL, phase_since = clock_timestamp(),
+  called = $5::text, data = CASE WHEN $5::text IS NULL THEN data ELSE $6::bytea END, locked_until = NULL, retry_at = NULL, error = NULL,
+  expires_at = CASE WHEN request IS NULL THEN clock_timestamp() + $7::interval END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isIndeterminate
 
 type flowQueries struct {

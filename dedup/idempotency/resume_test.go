@@ -32,7 +32,7 @@ var errSilent = errors.New("no answer")
 func charges(t *testing.T, pool *pgxpool.Pool, charge func() error, decision idempotency.Decision) *idempotency.Flow[payment] {
 	t.Helper()
 	return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{
-		Reconcile: func(_ context.Context, undecided idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+		GiveUpAfter: 10_000 * time.Hour, Reconcile: func(_ context.Context, undecided idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 			require.Equal(t, "charge", undecided.Phase)
 			return decision, nil
 		},
@@ -93,7 +93,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		"not done":                           {first: idempotency.NotDone(errAway), again: true},
 		"left before":                        {early: true, again: true},
 		"a person gave it back":              {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, locked_until = NULL`},
-		"a person knows that it did nothing": {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, uncalled = lock_token + 1, locked_until = NULL`, again: true},
+		"a person knows that it did nothing": {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, calling_since = NULL, locked_until = NULL`, again: true},
 	} {
 		asked, answer := 0, c.first
 		flow := charges(t, pool, func() error { asked++; return answer }, idempotency.Unknown())
@@ -263,7 +263,7 @@ func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, new
 	b = newBank(t)
 	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second}
 	program := func() *idempotency.Operation {
-		return newOperation(t, pool, idempotency.Config{AttemptsMax: 3, Logger: logger})
+		return newOperation(t, pool, idempotency.Config{Logger: logger})
 	}
 	newer = newFlow(t, program(), cfg, paymentPhases(b.URL, false))
 	phases := paymentPhases(b.URL, false)
@@ -278,7 +278,8 @@ func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, new
 // passes makes time pass for all keys.
 func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	t.Helper()
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval`, d)
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval,
+		calling_since = calling_since - $1::interval`, d)
 	require.NoError(t, err)
 }
 

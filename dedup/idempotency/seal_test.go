@@ -262,7 +262,7 @@ func TestSomeHeadersAreNeverStored(t *testing.T) {
 		return func(k idempotency.Key) error {
 			f := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 				return idempotency.Happened(response), nil
-			}}, []idempotency.Phase[payment]{calls(true, call)})
+			}}, []idempotency.Phase[payment]{{Name: "charge", AtMostOnce: true, Call: func(_ context.Context, s *step) error { return call(s) }}})
 			_, err := f.Do(t.Context(), k, nil)
 			if errors.Is(err, idempotency.ErrIndeterminate) {
 				passes(t, pool, time.Minute)

@@ -41,6 +41,9 @@ type stored struct {
 	unfinished  bool          // it has no outcome
 	putOff      time.Duration // until the completer resumes it
 	flow        *string       // that claimed it, if stored
+	called      *string       // phase whose call happened, as somebody decided
+	asked       bool          // a call of the phase under way may have been made
+	idle        time.Duration // since the last phase was done, or somebody decided
 }
 
 // read scans the row of a claim or a look, if there is one.
@@ -48,11 +51,11 @@ func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
 	var is *state
 	var fingerprint []byte
-	var locked, dropped, sealed, unfinished *bool
-	var remaining, putOff *float64
+	var locked, dropped, sealed, unfinished, asked *bool
+	var remaining, putOff, idle *float64
 	var attempts *int
 	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff, &s.flow)
+		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff, &s.flow, &s.called, &asked, &idle)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}
@@ -65,7 +68,8 @@ func read(row pgx.Row) (*stored, error) {
 	s.state, s.fingerprint = *is, Fingerprint(fingerprint)
 	s.locked = locked != nil && *locked
 	s.remaining, s.putOff = time.Duration(*remaining*float64(time.Second)), time.Duration(*putOff*float64(time.Second))
-	s.attempts, s.dropped, s.sealed, s.unfinished = *attempts, *dropped, *sealed, *unfinished
+	s.idle = time.Duration(*idle * float64(time.Second))
+	s.attempts, s.dropped, s.sealed, s.unfinished, s.asked = *attempts, *dropped, *sealed, *unfinished, *asked
 	return s, nil
 }
 

@@ -29,7 +29,6 @@ type transaction struct {
 	fault  atomic.Pointer[error]
 	broken atomic.Pointer[error] // error of the last statement that failed
 
-	attempts    int  // of the key, including this one
 	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
 }
 
@@ -99,8 +98,14 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
 	first(batch)
-	if err := pooled.SendBatch(ctx, batch).Close(); err != nil {
+	// The server's limits do not hold yet while the driver prepares statements on a table that is locked.
+	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout)
+	defer cancel()
+	if err := pooled.SendBatch(limited, batch).Close(); err != nil {
 		t.end(ctx)
+		if limited.Err() != nil && ctx.Err() == nil {
+			err = fmt.Errorf("no answer within Config.LockTimeout, %v: another session locks idempotency_keys, or the database does not answer (%v)", o.cfg.LockTimeout, err) //nolint:errorlint // no deadline of the caller
+		}
 		return nil, err
 	}
 	return t, nil

@@ -20,8 +20,7 @@ type verdict struct {
 }
 
 // verdictOn returns what a failure of the work stores, if anything. A failure that a retry could
-// fix stores nothing, unless it becomes the outcome or is counted. A failure that does not depend
-// on the request stores nothing either.
+// fix stores nothing without Strict. A failure that does not depend on the request stores nothing either.
 func (o *Operation) verdictOn(ctx context.Context, t *transaction, key Key, cause error) (verdict, error) {
 	var final *FinalError
 	var unknown *indeterminateError
@@ -33,17 +32,19 @@ func (o *Operation) verdictOn(ctx context.Context, t *transaction, key Key, caus
 		return verdict{err: cause, doubt: true, store: func(batch *pgx.Batch) {
 			batch.Queue(o.sql.work.doubt, key.Scope, key.Operation, key.Value, text(cause))
 		}}, nil
-	case conflict(cause), outage(cause), t.away, errors.Is(cause, errEnded), ctx.Err() != nil, !o.cfg.Strict && o.cfg.AttemptsMax == 0:
+	case !o.cfg.Strict, conflict(cause), outage(cause), t.away, errors.Is(cause, errEnded), ctx.Err() != nil:
 		return verdict{}, cause
-	case o.cfg.Strict, t.attempts >= o.cfg.AttemptsMax:
-		response = o.cfg.Failed(cause)
 	default:
-		return verdict{err: cause, store: func(batch *pgx.Batch) {
-			batch.Queue(o.sql.work.failed, key.Scope, key.Operation, key.Value, text(cause))
-		}}, nil
+		response = o.failed(ctx, key, cause)
 	}
 	store, err := o.storing(key, response)
 	return verdict{store: store, response: response}, err
+}
+
+// failed makes the outcome of a failure that a retry could fix. Nothing else tells its cause.
+func (o *Operation) failed(ctx context.Context, key Key, cause error) Response {
+	o.cfg.Logger.ErrorContext(ctx, "a failure became the outcome of a key", "key", key, "error", cause)
+	return o.cfg.Failed(cause)
 }
 
 // conclude ends the transaction of a claim with a verdict on its work. If the claim was lost with
@@ -61,8 +62,7 @@ func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v ver
 			}
 			return v.response, v.err
 		}
-		counts := v.err != nil && !v.doubt
-		if !errors.Is(err, errGone) && (counts || !errors.Is(err, ErrUnanswered)) && (!v.doubt || !conflict(err)) {
+		if !errors.Is(err, errGone) && !errors.Is(err, ErrUnanswered) && (!v.doubt || !conflict(err)) {
 			return Response{}, o.notStored(key, v, err)
 		}
 		var replayed Response

@@ -37,13 +37,13 @@ func broken(ctx context.Context, tx pgx.Tx) error {
 func TestVerdictBehindAFailedStatement(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	names := []string{"final", "strict", "bounded"}
+	names := []string{"final", "strict"}
 	for i, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol} {
 		config := pool.Config()
 		config.ConnConfig.DefaultQueryExecMode, config.MaxConns = mode, 1
 		one := pgtest.PoolOf(t, config)
 		for j, name := range names {
-			cfg := map[string]idempotency.Config{"strict": {Strict: true}, "bounded": {AttemptsMax: 1}}[name]
+			cfg := map[string]idempotency.Config{"strict": {Strict: true}}[name]
 			o, value := newOperation(t, one, cfg), fmt.Sprint(mode, name)
 			response, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 				_, err := tx.Exec(ctx, `SET LOCAL synchronous_commit = off`)
@@ -216,7 +216,6 @@ func TestFinalOutcomeRunsOnce(t *testing.T) {
 	pool := poolOf(t, newPool(t), size+4)
 	declined := idempotency.Response{Status: 402, Body: []byte("declined")}
 	failed := func(error) idempotency.Response { return declined }
-	away := func(context.Context, pgx.Tx) error { return errAway }
 	for name, c := range map[string]struct {
 		cfg  idempotency.Config
 		fail func(ctx context.Context, tx pgx.Tx) error
@@ -225,8 +224,6 @@ func TestFinalOutcomeRunsOnce(t *testing.T) {
 		"final":           {idempotency.Config{}, func(context.Context, pgx.Tx) error { return idempotency.Final(declined, errAway) }, 1},
 		"final over SQL":  {idempotency.Config{}, func(ctx context.Context, tx pgx.Tx) error { return idempotency.Final(declined, broken(ctx, tx)) }, 1},
 		"strict over SQL": {idempotency.Config{Strict: true, Failed: failed}, broken, 1},
-		"last attempt":    {idempotency.Config{AttemptsMax: 1, Failed: failed}, away, 1},
-		"third attempt":   {idempotency.Config{AttemptsMax: 3, Failed: failed}, away, 3},
 		"doubt":           {idempotency.Config{}, func(context.Context, pgx.Tx) error { return idempotency.Indeterminate(errAway) }, 1},
 	} {
 		c.cfg.WaitMax = time.Minute
@@ -396,7 +393,7 @@ func give(t *testing.T, pool *pgxpool.Pool, column, k string, verdict error, sta
 		return
 	case "webhook":
 		scheme := webhook.SchemeOf(func(http.Header, []byte) (webhook.Event, error) { return webhook.Event{ID: k}, nil })
-		receiver, err := webhook.New(pool, webhook.Config{Sender: "sender", Scheme: scheme}, func(ctx context.Context, tx pgx.Tx, _ webhook.Event) error {
+		receiver, err := webhook.New(pool, webhook.Config{Sender: "sender", Name: "webhook", Scheme: scheme}, func(ctx context.Context, tx pgx.Tx, _ webhook.Event) error {
 			_, err := once(ctx, tx)
 			return err
 		})

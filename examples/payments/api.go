@@ -94,8 +94,11 @@ func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topi
 			if err != nil {
 				return idempotency.Final(idempotency.Response{Status: http.StatusBadRequest}, err)
 			}
-			_, err = tx.Exec(ctx, `INSERT INTO orders (id, customer, cents, state) VALUES ($1, $2, $3, 'reserved')`,
-				step.ChildID(), r.Customer, r.Cents) // fails for a client that retries after the window; it gets 410
+			tag, err := tx.Exec(ctx, `INSERT INTO orders (id, customer, cents, state) VALUES ($1, $2, $3, 'reserved') ON CONFLICT DO NOTHING`,
+				step.ChildID(), r.Customer, r.Cents)
+			if err == nil && tag.RowsAffected() == 0 {
+				return idempotency.ErrExpired // a client that retries after the window gets 410
+			}
 			dieAt(atReserve)
 			return err
 		}},

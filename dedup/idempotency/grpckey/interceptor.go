@@ -196,7 +196,7 @@ func (i *Interceptor) key(ctx context.Context, method string, request proto.Mess
 	if err != nil {
 		return idempotency.Key{}, serving.Unreadable
 	}
-	return i.op.Key(scope, values[0], idempotency.NewFingerprint([]byte(method), content)).Watch(), ""
+	return i.op.Key(scope, values[0], idempotency.NewFingerprint([]byte(method), content)), ""
 }
 
 // fail returns the status for a call without an outcome: the handler's own, if it failed with one.
@@ -247,7 +247,7 @@ func stored(answer *status.Status) idempotency.Response {
 	return idempotency.Response{Status: cmp.Or(refused[answer.Code()], http.StatusInternalServerError), Body: body}
 }
 
-// failed makes the response for ErrExpired, and the one that Strict and AttemptsMax store for a failure.
+// failed makes the response for ErrExpired, and the one that Strict stores for a failure.
 func failed(err error) idempotency.Response {
 	answer := statusOf(err)
 	if errors.Is(err, idempotency.ErrExpired) {

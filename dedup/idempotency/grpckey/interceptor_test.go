@@ -306,7 +306,10 @@ func TestAfterTheWindow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.PoolWith(t, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
 	c := serve(t, pool, grpckey.Config{}, func(ctx context.Context, _ *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
-		_, err := grpckey.Tx(ctx).Exec(ctx, `INSERT INTO orders (id) VALUES ($1)`, grpckey.Key(ctx).ChildID("order"))
+		tag, err := grpckey.Tx(ctx).Exec(ctx, `INSERT INTO orders (id) VALUES ($1) ON CONFLICT DO NOTHING`, grpckey.Key(ctx).ChildID("order"))
+		if err == nil && tag.RowsAffected() == 0 {
+			err = idempotency.ErrExpired
+		}
 		return &testpb.SimpleResponse{}, err
 	})
 	require.NoError(t, c.ask(t.Context(), "k", "a").err)

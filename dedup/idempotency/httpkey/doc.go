@@ -23,7 +23,11 @@
 //
 //	func createOrder(w http.ResponseWriter, r *http.Request) {
 //		ctx, tx, id := r.Context(), httpkey.Tx(r), httpkey.Key(r).ChildID("order")
-//		if _, err := tx.Exec(ctx, `INSERT INTO orders (id) VALUES ($1)`, id); err != nil {
+//		tag, err := tx.Exec(ctx, `INSERT INTO orders (id) VALUES ($1) ON CONFLICT DO NOTHING`, id)
+//		if err == nil && tag.RowsAffected() == 0 {
+//			err = idempotency.ErrExpired // a retry after the window: it gets 410
+//		}
+//		if err != nil {
 //			httpkey.Fail(r, err)
 //			return
 //		}

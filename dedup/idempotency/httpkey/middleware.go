@@ -63,7 +63,7 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
-	return m.op.Key(scope, value, fingerprint).Watch(), body, true
+	return m.op.Key(scope, value, fingerprint), body, true
 }
 
 // principal returns the scope of a request, or answers with the reason why there is none.

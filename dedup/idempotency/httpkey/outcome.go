@@ -51,7 +51,7 @@ func (e *forgottenError) Error() string {
 	return fmt.Sprintf("the handler answered with status %d", e.response.Status)
 }
 
-// failed makes the response that Strict and AttemptsMax store for a failure: what the handler
+// failed makes the response that Strict stores for a failure: what the handler
 // answered, if it did. For ErrExpired it is always the expired problem.
 func failed(err error) idempotency.Response {
 	if errors.Is(err, idempotency.ErrExpired) {

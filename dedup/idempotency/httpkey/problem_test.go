@@ -224,7 +224,6 @@ func TestFirstAnswerIsWhatIsReplayed(t *testing.T) {
 		"committed":         {idempotency.Config{}, 201, func(w http.ResponseWriter, _ *http.Request, _ int) { write(w, 201) }, "A\x00\xff"},
 		"strict":            {idempotency.Config{Strict: true}, 500, fails, "A\x00\xff"},
 		"strict-and-Failed": {idempotency.Config{Strict: true, Failed: failed}, 500, fails, "B"},
-		"attempts":          {idempotency.Config{AttemptsMax: 1, Failed: failed}, 500, fails, "B"},
 		"strict-and-misuse": {idempotency.Config{Strict: true}, 500, func(w http.ResponseWriter, r *http.Request, _ int) {
 			_ = httpkey.Tx(r).Commit(r.Context())
 			write(w, 201)

@@ -163,8 +163,8 @@ func operatorRights(schema string) []right {
 		{"table", "consumer_pauses", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "consumer_positions", "SELECT,UPDATE(resume_at)"},
 		{"table", "consumers", "SELECT,UPDATE(id_rule)"},
-		{"table", "idempotency_keys", "SELECT,DELETE,UPDATE(state lock_token attempts calling locked_until retry_at error status headers body " +
-			"body_dropped sealed finished_at expires_at uncalled)"},
+		{"table", "idempotency_keys", "SELECT,DELETE,UPDATE(state lock_token attempts calling calling_since called phase_since locked_until retry_at error status headers body " +
+			"body_dropped sealed finished_at expires_at)"},
 	}
 	for _, table := range []string{
 		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",

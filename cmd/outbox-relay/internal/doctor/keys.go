@@ -18,8 +18,7 @@ const (
 	KeysMax = 10_000
 )
 
-// Keys counts the idempotency keys that are not finished, each kind up to KeysMax. Keys that only
-// count failures of work in one transaction are left out.
+// Keys counts the idempotency keys that are not finished, each kind up to KeysMax.
 type Keys struct {
 	Running       int64 `json:"running"`
 	Indeterminate int64 `json:"indeterminate"`

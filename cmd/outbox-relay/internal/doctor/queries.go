@@ -219,19 +219,16 @@ SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) 
     (SELECT due_at FROM effectonce.outbox_scheduled WHERE refused IS NOT NULL ORDER BY due_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8`
 
 // keysSQL counts at most $1 keys of each kind, and reads no keys that are finished and still within
-// their window. $2: a key is stuck if no process has worked on it since then. A key with expires_at
-// and no lock only counts failures of work in one transaction, and had no effect: a reaper deletes
-// it after expires_at.
+// their window. $2: a key is stuck if no process has worked on it since then.
 const keysSQL = `-- doctor.keys
 SELECT running.n, greatest(extract(epoch FROM clock_timestamp() - greatest(least(running.oldest, '2200-01-01'), '1970-01-01')), 0)::float8, running.stuck, running.failing, undecided.indeterminate, undecided.abandoned,
   greatest(coalesce(extract(epoch FROM clock_timestamp() - greatest(least((
     SELECT expires_at FROM effectonce.idempotency_keys WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0), 0)::float8
 FROM (
-  SELECT count(*) FILTER (WHERE NOT counts) AS n, pg_catalog.min(created_at) FILTER (WHERE NOT counts) AS oldest, count(*) FILTER (
-    WHERE NOT counts AND due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
-    count(*) FILTER (WHERE NOT counts AND due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
-  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due,
-      locked_until IS NULL AND coalesce(expires_at > clock_timestamp() - $2::interval, false) AS counts FROM effectonce.idempotency_keys
+  SELECT count(*) AS n, pg_catalog.min(created_at) AS oldest, count(*) FILTER (
+    WHERE due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
+    count(*) FILTER (WHERE due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
+  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due FROM effectonce.idempotency_keys
     WHERE state OPERATOR(pg_catalog.=) 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
 ) running, (
   SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned

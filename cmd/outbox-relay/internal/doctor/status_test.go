@@ -146,19 +146,17 @@ func TestRequestsThatNobodyEnds(t *testing.T) {
 		want   string // empty: all is well
 		remedy string
 	}{
-		"indeterminate":                 {[]any{"indeterminate", nil, nil, nil}, "1 requests are indeterminate", "outbox-relay keys list --state indeterminate"},
-		"abandoned":                     {[]any{"abandoned", nil, nil, nil}, "1 requests are abandoned", "outbox-relay keys list --state abandoned"},
-		"stuck":                         {[]any{"running", "-61 min", nil, nil}, "no process has worked on them for 1h", "outbox-relay keys list --state stuck --older-than 1h"},
-		"never locked":                  {[]any{"running", nil, nil, nil}, "no process has worked on them", "--state stuck"},
-		"over":                          {[]any{"finished", nil, nil, "-2 hours"}, "whose window ended 2h", "outbox-relay keys reap"},
-		"locked":                        {[]any{"running", "1 min", nil, nil}, "", ""},
-		"its lock has just ended":       {[]any{"running", "-1 min", nil, nil}, "", ""},
-		"put off for hours":             {[]any{"running", nil, "1 min", nil}, "are postponed repeatedly", "keys list --state running --older-than 1h"},
-		"counts failures":               {[]any{"running", nil, "20 hours", "20 hours"}, "", ""},
-		"a count that is not forgotten": {[]any{"running", nil, "-2 hours", "-2 hours"}, "no process has worked on them", "--state stuck"},
-		"over for a moment":             {[]any{"finished", nil, nil, "-1 min"}, "", ""},
-		"within its window":             {[]any{"finished", nil, nil, "1 hour"}, "", ""},
-		"finished, never forgotten":     {[]any{"finished", nil, nil, nil}, "", ""},
+		"indeterminate":             {[]any{"indeterminate", nil, nil, nil}, "1 requests are indeterminate", "outbox-relay keys list --state indeterminate"},
+		"abandoned":                 {[]any{"abandoned", nil, nil, nil}, "1 requests are abandoned", "outbox-relay keys list --state abandoned"},
+		"stuck":                     {[]any{"running", "-61 min", nil, nil}, "no process has worked on them for 1h", "outbox-relay keys list --state stuck --older-than 1h"},
+		"never locked":              {[]any{"running", nil, nil, nil}, "no process has worked on them", "--state stuck"},
+		"over":                      {[]any{"finished", nil, nil, "-2 hours"}, "whose window ended 2h", "outbox-relay keys reap"},
+		"locked":                    {[]any{"running", "1 min", nil, nil}, "", ""},
+		"its lock has just ended":   {[]any{"running", "-1 min", nil, nil}, "", ""},
+		"put off for hours":         {[]any{"running", nil, "1 min", nil}, "are postponed repeatedly", "keys list --state running --older-than 1h"},
+		"over for a moment":         {[]any{"finished", nil, nil, "-1 min"}, "", ""},
+		"within its window":         {[]any{"finished", nil, nil, "1 hour"}, "", ""},
+		"finished, never forgotten": {[]any{"finished", nil, nil, nil}, "", ""},
 	} {
 		exec(t, conn, "TRUNCATE effectonce.idempotency_keys")
 		exec(t, conn, insert, c.values...)

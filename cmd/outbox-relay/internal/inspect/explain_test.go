@@ -297,7 +297,7 @@ func TestExplainFollowsARequest(t *testing.T) {
 	key := idempotency.Key{Scope: "t7", Operation: "charge", Value: "two-4127"}
 	_, err = flow.Do(t.Context(), key, nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	_, err = keys.Retry(t.Context(), pool, "effectonce", operator.By{Who: "ana", Why: "w"}, keys.Place{Scope: "t7", Operation: "charge", Key: "two-4127"}, true)
+	_, err = keys.Retry(t.Context(), pool, "effectonce", operator.By{Who: "ana", Why: "w"}, keys.Place{Scope: "t7", Operation: "charge", Key: "two-4127"}, keys.CallDidNotHappen)
 	require.NoError(t, err)
 	publish(t, pool)
 	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 1 FROM effectonce.processed_messages")

@@ -23,8 +23,8 @@ func (e *RefusedError) Error() string { return e.Remedy }
 
 // Changed is a key before and after an action.
 type Changed struct {
-	Was Row `json:"was"`
-	Now Row `json:"now"`
+	Was Row  `json:"was"`
+	Now *Row `json:"now"` // null: it is forgotten, and the next request executes it from the start
 }
 
 // Unlock ends the lock of a running key now. Its holder can store nothing afterwards, and the next
@@ -36,14 +36,25 @@ func Unlock(ctx context.Context, db operator.Beginner, schema string, by operato
 	return change{what: "key.unlock", sql: unlockSQL, remedy: unlockRemedy}.act(ctx, db, schema, by, place)
 }
 
-// Retry records that the request of an indeterminate or abandoned key did not happen. The key is
-// running again, and the next request, or the completer, continues from its recovery point. If a
-// call that must not be made twice may be in progress (Row.Calling), Retry is refused unless
-// callDidNotHappen is set. Errors are as in Unlock.
-func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, callDidNotHappen bool) (*Changed, error) {
+// Call is what a person found out about a call that may have been made.
+type Call string
+
+// What Retry is told about the call.
+const (
+	CallUnknown      Call = ""
+	CallDidNotHappen Call = "did not happen" // it is made again
+	CallHappened     Call = "happened"       // the Write of its phase comes next, with the state from before the call
+)
+
+// Retry makes an indeterminate or abandoned key run again: the next request, or the completer,
+// continues from its recovery point. A key of work in one transaction is forgotten for that. If a call that must not be made twice may have been made
+// (Row.Calling), Retry is refused for CallUnknown, and without one for CallHappened. Errors are as in
+// Unlock.
+func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, call Call) (*Changed, error) {
 	return change{
 		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
-		args: []any{callDidNotHappen}, note: map[string]any{"call_did_not_happen": callDidNotHappen},
+		args: []any{call == CallDidNotHappen, call == CallHappened}, forgets: true,
+		note: map[string]any{"call_did_not_happen": call == CallDidNotHappen, "call_happened": call == CallHappened},
 	}.act(ctx, db, schema, by, place)
 }
 
@@ -63,21 +74,27 @@ func Finish(ctx context.Context, db operator.Beginner, schema string, by operato
 
 // change is one kind of action.
 type change struct {
-	what   string
-	sql    string // Place's columns, then args
-	args   []any
-	note   map[string]any   // recorded in addition to the key's state
-	remedy func(Row) string // for a key that sql does not change
+	what    string
+	sql     string // Place's columns, then args
+	args    []any
+	forgets bool             // a key of work in one transaction
+	note    map[string]any   // recorded in addition to the key's state
+	remedy  func(Row) string // for a key that sql does not change
 }
 
 // act runs one transaction: it locks the key, lets the database decide, and records the action.
 func (c change) act(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
-	var was, now Row
+	var was Row
+	var now *Row
 	err := operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) (err error) {
 		if was, err = lock(ctx, tx, schema, place); err != nil {
 			return err
 		}
-		done, err := tx.Exec(ctx, inSchema(c.sql, schema), append([]any{place.Scope, place.Operation, place.Key}, c.args...)...)
+		sql, args := c.sql, append([]any{place.Scope, place.Operation, place.Key}, c.args...)
+		if c.forgets && was.Flow == nil {
+			sql, args = forgetSQL, args[:3]
+		}
+		done, err := tx.Exec(ctx, inSchema(sql, schema), args...)
 		if err != nil {
 			return err
 		}
@@ -92,8 +109,12 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 		if err != nil {
 			return err
 		}
-		now, err = lock(ctx, tx, schema, place)
-		return err
+		if left, err := lock(ctx, tx, schema, place); err == nil {
+			now = &left
+		} else if !errors.Is(err, ErrNotFound) {
+			return err
+		}
+		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("%s of scope %q (%s): %w", place.Operation, place.Scope, was.Mark, err)
@@ -144,9 +165,11 @@ func retryRemedy(was Row) string {
 		return hasOutcome
 	case was.Locked:
 		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
+	case was.State != Running && was.Calling == nil:
+		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call"
 	case was.State != Running:
 		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system (the child ID of the phase is %v); "+
-			"if it did nothing, add --call-did-not-happen; if it acted, use \"outbox-relay keys finish\"", *was.Calling, was.ChildID(*was.Calling))
+			"if it did nothing, add --call-did-not-happen; if it acted, add --call-happened", *was.Calling, was.ChildID(*was.Calling))
 	}
 	return "it is running already: " + goesOn(was)
 }

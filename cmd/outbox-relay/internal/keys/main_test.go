@@ -26,7 +26,7 @@ var ana = operator.By{Who: "ana@ops", Why: "asked the bank"}
 func key(t *testing.T, pool *pgxpool.Pool, name, state string) keys.Place {
 	t.Helper()
 	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, data, request, lock_token,
-			locked_until, locked_by, attempts, error, retry_at, status, body, finished_at, expires_at)
+			locked_until, locked_by, attempts, error, retry_at, status, body, finished_at, expires_at, flow)
 		SELECT 't', 'charge', $1, sha256('x'), CASE WHEN $2 IN ('locked', 'free', 'put off') THEN 'running' WHEN $2 IN ('over', 'unanswered') THEN 'finished' ELSE $2 END,
 			'{reserve}', CASE WHEN $2 = 'indeterminate' THEN 'pay' END, '{}', 'secret', 7,
 			CASE $2 WHEN 'locked' THEN clock_timestamp() + interval '1 hour' WHEN 'free' THEN clock_timestamp() - interval '1 second' END,
@@ -34,7 +34,8 @@ func key(t *testing.T, pool *pgxpool.Pool, name, state string) keys.Place {
 			CASE $2 WHEN 'put off' THEN clock_timestamp() + interval '1 hour' END,
 			CASE WHEN $2 IN ('finished', 'over') THEN 201 END, CASE WHEN $2 IN ('finished', 'over') THEN 'done'::bytea END,
 			CASE WHEN $2 IN ('finished', 'over') THEN clock_timestamp() END,
-			CASE $2 WHEN 'finished' THEN clock_timestamp() + interval '1 hour' WHEN 'unanswered' THEN clock_timestamp() + interval '1 hour' WHEN 'over' THEN clock_timestamp() - interval '1 hour' END`, name, state)
+			CASE $2 WHEN 'finished' THEN clock_timestamp() + interval '1 hour' WHEN 'unanswered' THEN clock_timestamp() + interval '1 hour' WHEN 'over' THEN clock_timestamp() - interval '1 hour' END,
+			CASE WHEN $2 <> 'unanswered' THEN 'charge' END`, name, state)
 	return keys.Place{Scope: "t", Operation: "charge", Key: name}
 }
 
@@ -84,4 +85,4 @@ func charge(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config, pay idempo
 
 const reservedSQL = "CREATE TABLE reserved (id bigint GENERATED ALWAYS AS IDENTITY, key text NOT NULL)"
 
-func named(value string) idempotency.Key { return idempotency.Key{Scope: "t", Value: value} }
+var named = idempotency.Key{Scope: "t", Value: "k"}

@@ -11,13 +11,8 @@ const stuckSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until 
 // library answers that it is indeterminate, and sets that state when it finds one.
 const unansweredSQL = `(k.state OPERATOR(pg_catalog.=) 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
 
-// countsSQL: it has no effect, and counts the failures of work in one transaction until expires_at.
-// No worker ever took it: a flow has locked_by from the start, and a takeover increases lock_token.
-const countsSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND k.expires_at IS NOT NULL AND pg_catalog.cardinality(k.phases) = 0 AND k.calling IS NULL AND k.request IS NULL AND k.data IS NULL
-  AND k.lock_token = 1 AND k.locked_by IS NULL AND k.locked_until IS NULL)`
-
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
-  CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + countsSQL + ` AS counts, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
+  CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
   k.state OPERATOR(pg_catalog.=) 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,
@@ -82,11 +77,13 @@ UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_u
 ` + this + ` AND k.state OPERATOR(pg_catalog.=) 'running' AND k.locked_until > clock_timestamp()`
 
 // retrySQL returns a key to its phases. $4: no call of the current phase was made. Then a call that
-// must not be made twice may be made, and the age of a call that may be repeated starts again.
+// must not be made twice may be made, and the age of a call that may be repeated starts again. $5: the
+// call happened, and the Write of its phase comes next.
 const retrySQL = `-- keys.retry
-UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, calling = NULL, uncalled = CASE WHEN $4::bool THEN k.lock_token + 1 END,
+UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, called = CASE WHEN $5::bool THEN k.calling ELSE k.called END,
+  calling = NULL, calling_since = CASE WHEN NOT $4::bool AND NOT $5::bool THEN k.calling_since END, phase_since = clock_timestamp(),
   locked_until = NULL, retry_at = NULL, error = NULL, expires_at = NULL
-` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `) AND (k.calling IS NULL OR $4::bool)`
+` + this + ` AND k.state::text IN ('indeterminate', 'abandoned') AND CASE WHEN k.calling IS NULL THEN NOT $5::bool ELSE $4::bool OR $5::bool END`
 
 // finishSQL sets the outcome. This program cannot encrypt it. The request, and what phases passed
 // on, remain until the key is deleted: a role with the right to remove them could change them, too.
@@ -97,6 +94,10 @@ UPDATE effectonce.idempotency_keys k SET state = 'finished', lock_token = k.lock
 ` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `
   OR k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()))`
 
+// forgetSQL is retrySQL for work in one transaction: the next request executes it from the start.
+const forgetSQL = `-- keys.forget
+DELETE FROM effectonce.idempotency_keys k ` + this + ` AND k.flow IS NULL AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `)`
+
 const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', pg_catalog.encode(sha256(pg_catalog.convert_to($3::text, 'UTF8')), 'hex')))`
@@ -106,23 +107,23 @@ VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text
 // distinguish a full page from the last one.
 const reapSQL = `-- keys.reap
 WITH old AS (
-  SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
-  WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
-), counts AS (
-  SELECT scope, operation, key, false FROM effectonce.idempotency_keys k
-  WHERE ` + countsSQL + ` AND coalesce(k.retry_at, k.created_at) <= (SELECT clock_timestamp()) AND k.expires_at <= (SELECT clock_timestamp())
-  ORDER BY coalesce(k.retry_at, k.created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
-), doubted AS (
-  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = 'its work committed by a statement of its own, and left no outcome'
-  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND old.unanswered RETURNING true
+  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NULL AND status IS NULL AS unanswered,
+    state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling_since IS NOT NULL OR called IS NOT NULL) AS begun
+  FROM effectonce.idempotency_keys
+  WHERE expires_at <= (SELECT clock_timestamp()) AND state::text IN ('finished', 'running') AND (locked_until IS NULL OR locked_until <= clock_timestamp())
+  ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+), left_to_a_person AS (
+  UPDATE effectonce.idempotency_keys k SET expires_at = NULL, state = CASE WHEN old.begun THEN 'abandoned' ELSE 'indeterminate' END,
+    error = CASE WHEN old.begun THEN left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000) ELSE 'its work committed by a statement of its own, and left no outcome' END
+  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND (old.unanswered OR old.begun) RETURNING true
 ), forgotten AS (
-  DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
-  WHERE k.scope OPERATOR(pg_catalog.=) gone.scope AND k.operation OPERATOR(pg_catalog.=) gone.operation AND k.key OPERATOR(pg_catalog.=) gone.key AND NOT gone.unanswered RETURNING true
+  DELETE FROM effectonce.idempotency_keys k USING old
+  WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND NOT old.unanswered AND NOT old.begun RETURNING true
 )
-SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
+SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM left_to_a_person)`
 
 const expiredSQL = `-- keys.expired
-SELECT (SELECT count(*) FROM (
-    SELECT FROM effectonce.idempotency_keys k WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND k.expires_at <= (SELECT clock_timestamp()) AND NOT ` + unansweredSQL + ` LIMIT $1) bounded)
-  + (SELECT count(*) FROM (
-    SELECT FROM effectonce.idempotency_keys k WHERE ` + countsSQL + ` AND k.expires_at <= (SELECT clock_timestamp()) LIMIT $1) bounded)`
+SELECT count(*) FROM (
+  SELECT FROM effectonce.idempotency_keys k WHERE k.expires_at <= (SELECT clock_timestamp()) AND k.state::text IN ('finished', 'running')
+    AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND NOT ` + unansweredSQL + `
+    AND NOT (k.state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(k.phases) > 0 OR k.calling_since IS NOT NULL OR k.called IS NOT NULL)) LIMIT $1) bounded`

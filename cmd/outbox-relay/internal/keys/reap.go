@@ -24,9 +24,9 @@ type Reaped struct {
 
 // Reap deletes finished keys whose window is over, by the database's clock, in small transactions.
 // After each it calls progress with the number so far. db is a connection or a pool, outside of
-// transactions. Keys that are not finished remain, however old they are, except those that only
-// count failures (Row.Counts). Keys whose work committed by itself become indeterminate. After an
-// error, what was deleted stays deleted.
+// transactions. Unfinished keys that nothing can finish are deleted if nothing of them happened, and else
+// abandoned. Keys whose work committed by itself become indeterminate. After an error, what was deleted
+// stays deleted.
 func Reap(ctx context.Context, db operator.Querier, schema string, progress func(Reaped)) (Reaped, error) {
 	return reap(ctx, db, schema, ReapMax, progress)
 }

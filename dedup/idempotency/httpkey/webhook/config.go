@@ -11,12 +11,15 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// Config of a Receiver. The zero value works, except that Sender and Scheme are required.
+// Config of a Receiver. The zero value works, except that Sender, Name and Scheme are required.
 type Config struct {
 	// Sender is the name of the sender, and the scope of its events' IDs: the same ID of two
 	// senders is two events. Required; 1 to 255 bytes. After a change, stored events are not
 	// recognized.
 	Sender string
+	// Name of the receiver: the operation of its keys. Each receiver of an event handles it once, so
+	// two receivers need two names, and the replicas of one have the same. Required; 1 to 255 bytes.
+	Name string
 	// Scheme is how the sender signs, with its secrets. Required.
 	Scheme Scheme
 	// Tolerance is how far the signed timestamp may be behind or ahead of the database's clock. 1 s
@@ -46,8 +49,7 @@ type Config struct {
 	HandleMax time.Duration
 	// Idempotency configures the storage of events: the schema, the window, time limits. Window
 	// defaults to 7 days here, and must be longer than the sender's retries and than twice the
-	// tolerance. Operation defaults to "webhook". AttemptsMax refuses an event after that many
-	// failures. Strict and Failed are not allowed.
+	// tolerance. Operation, Strict and Failed are not allowed.
 	Idempotency idempotency.Config
 	// Logger gets deliveries that are not handled, without secrets, bodies or headers. Default:
 	// none.
@@ -83,8 +85,10 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Scheme.verify == nil {
 		problems = append(problems, errors.New("Scheme is empty: want StandardWebhooks, Stripe, GitHub or SchemeOf"))
 	}
-	if err := (idempotency.Key{Scope: c.Sender, Operation: "-", Value: "-"}).Validate(); err != nil {
-		problems = append(problems, fmt.Errorf("%s: %w", "Sender", err))
+	for _, named := range [][2]string{{"Sender", c.Sender}, {"Name", c.Name}} {
+		if err := (idempotency.Key{Scope: named[1], Operation: "-", Value: "-"}).Validate(); err != nil {
+			problems = append(problems, fmt.Errorf("%s: %w", named[0], err))
+		}
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Tolerance", Value: &c.Tolerance, Default: 5 * time.Minute, Min: time.Second, Max: 24 * time.Hour},
@@ -101,7 +105,10 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, bounds.Problem("RefusedStatus", s, "2xx, or 4xx but for 408, 409, 410, 425 and 429"))
 	}
 	i := &c.Idempotency
-	i.Operation = cmp.Or(i.Operation, "webhook")
+	if i.Operation != "" {
+		problems = append(problems, errors.New("Idempotency.Operation: want none: it is the Name"))
+	}
+	i.Operation = cmp.Or(c.Name, "-")
 	if !i.Forever {
 		i.Window = cmp.Or(i.Window, 7*24*time.Hour)
 		// Otherwise a recorded delivery could be replayed after its ID is forgotten, while its

@@ -23,7 +23,7 @@
 //			log.Fatal(err)
 //		}
 //		payments, err := webhook.New(pool, webhook.Config{
-//			Sender: "stripe",
+//			Sender: "stripe", Name: "payments",
 //			Scheme: webhook.Stripe(os.Getenv("STRIPE_WEBHOOK_SECRET")), // and the next one, while it is rolled
 //		}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 //			if event.Type != "invoice.paid" {
@@ -55,7 +55,7 @@
 // effect. The clock of this process decides only how long it waits.
 //
 //	200              handled, now or before; or stored by a person (outbox-relay keys finish), with its status
-//	RefusedStatus    refused (Refuse, or Idempotency.AttemptsMax), now or before
+//	RefusedStatus    refused (Refuse), now or before
 //	400, 401, 405    malformed or out of tolerance; no signature matches; not POST
 //	408, 413         the body was too slow, or too large
 //	409              another delivery of the event is being handled; with Retry-After

@@ -17,7 +17,7 @@ import (
 // systems are published in the same transaction.
 func Example() {
 	serve := func(ctx context.Context, pool *pgxpool.Pool, current, next string) (http.Handler, error) {
-		orders, err := webhook.New(pool, webhook.Config{Sender: "shop", Scheme: webhook.StandardWebhooks(current, next)},
+		orders, err := webhook.New(pool, webhook.Config{Sender: "shop", Name: "orders", Scheme: webhook.StandardWebhooks(current, next)},
 			func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 				if !json.Valid(event.Body) {
 					return webhook.Refuse(errors.New("the body is not JSON"))
@@ -27,7 +27,7 @@ func Example() {
 		if err != nil {
 			return nil, err
 		}
-		pushes, err := webhook.New(pool, webhook.Config{Sender: "github", Scheme: webhook.GitHub(current), RefusedStatus: 422},
+		pushes, err := webhook.New(pool, webhook.Config{Sender: "github", Name: "pushes", Scheme: webhook.GitHub(current), RefusedStatus: 422},
 			func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 				_, err := tx.Exec(ctx, `INSERT INTO builds (push) VALUES ($1)`, event.Body)
 				return err

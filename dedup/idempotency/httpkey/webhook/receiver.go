@@ -147,9 +147,6 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 	response, err := r.events.Once(ctx, event.key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		failure = nil
 		if err := r.fresh(ctx, tx, event.Timestamp); err != nil {
-			if errors.Is(err, ErrStale) {
-				stop(err) // then it does not count as an attempt: replayed recordings must not use up the event's attempts
-			}
 			return idempotency.Response{}, err
 		}
 		failure = r.handle(ctx, tx, event)

@@ -2,6 +2,7 @@ package webhook_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -31,9 +32,7 @@ func newPool(t *testing.T) *pgxpool.Pool {
 
 func newReceiver(t *testing.T, pool *pgxpool.Pool, cfg webhook.Config, handle webhook.Handler) *webhook.Receiver {
 	t.Helper()
-	if cfg.Sender == "" {
-		cfg.Sender = "stripe"
-	}
+	cfg.Sender, cfg.Name = cmp.Or(cfg.Sender, "stripe"), cmp.Or(cfg.Name, "webhook")
 	if fmt.Sprint(cfg.Scheme) == fmt.Sprint(webhook.Scheme{}) {
 		cfg.Scheme = webhook.Stripe(secret)
 	}
@@ -156,13 +155,18 @@ func TestRefusalsStopTheSender(t *testing.T) {
 			require.Equal(t, []any{true, i > 0, id, "invoice.paid", "stripe"}, []any{a.Refused, a.Replayed, a.ID, a.Type, a.Sender})
 		}
 	}
-	r := newReceiver(t, pool, webhook.Config{Idempotency: idempotency.Config{AttemptsMax: 3}}, func(context.Context, pgx.Tx, webhook.Event) error { return io.EOF })
-	for range 5 {
-		require.Equal(t, http.StatusBadRequest, deliver(r, request(t, "evt_9", dbNow(t).Add(-time.Hour))).Code)
+}
+
+// Property: two receivers of one event have an effect each.
+func TestReceiversHaveNames(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	for range 2 {
+		for _, name := range []string{"ledger", "mail"} {
+			require.Equal(t, http.StatusOK, deliver(newReceiver(t, pool, webhook.Config{Name: name}, book), request(t, "evt_1", dbNow(t))).Code)
+		}
 	}
-	for _, want := range []int{503, 503, 200, 200} {
-		require.Equal(t, want, deliver(r, request(t, "evt_9", dbNow(t))).Code)
-	}
+	require.Equal(t, 2, effects(t, pool, "evt_1"))
 }
 
 // Property: a delivery that was signed too long ago, or too far ahead, has no effect and stores

@@ -149,7 +149,7 @@ func TestSecretsAreNotShown(t *testing.T) {
 	raw, err := base64.StdEncoding.DecodeString(strings.TrimPrefix(secret, "whsec_"))
 	require.NoError(t, err)
 	for name, s := range senders() {
-		cfg := webhook.Config{Sender: "s", Scheme: s.scheme(secret)}
+		cfg := webhook.Config{Sender: "s", Name: "n", Scheme: s.scheme(secret)}
 		var logged bytes.Buffer
 		slog.New(slog.NewTextHandler(&logged, nil)).Info("x", "config", cfg, "scheme", cfg.Scheme)
 		shown := []string{logged.String()}
@@ -182,7 +182,7 @@ func TestWrongSecretsAreRefused(t *testing.T) {
 		{webhook.SchemeOf(nil), []string{"Scheme is empty"}},
 	} {
 		_, err := webhook.New(nil, webhook.Config{Sender: "", Scheme: c.scheme}, nil)
-		for _, want := range append(c.want, "Sender: ", "handler is nil", "pool is nil") {
+		for _, want := range append(c.want, "Sender: ", "Name: ", "handler is nil", "pool is nil") {
 			require.ErrorContains(t, err, want)
 		}
 		require.NotContains(t, err.Error(), "canary")
@@ -211,7 +211,7 @@ func TestWrongSettingsAreRefused(t *testing.T) {
 		"Retries -1: want":                                   func(c *webhook.Config) { c.Idempotency.Retries = -1 },
 	}
 	for want := range maps.Keys(change) {
-		cfg := webhook.Config{Sender: "s", Scheme: webhook.GitHub("secret")}
+		cfg := webhook.Config{Sender: "s", Name: "n", Scheme: webhook.GitHub("secret")}
 		change[want](&cfg)
 		_, err := webhook.New(pgtest.NoPool(t), cfg, nil)
 		require.ErrorContains(t, err, want)

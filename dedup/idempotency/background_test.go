@@ -58,6 +58,14 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 	_, err = flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, errAway)
 	abandons()
+	asked := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{GiveUpAfter: 10 * time.Hour}, []idempotency.Phase[payment]{
+		calls(false, func(*step) error { return errSilent }), ends("ship"),
+	})
+	for range 2 { // CallAgainMax counts
+		_, err = asked.Do(t.Context(), key("asked"), nil)
+		require.ErrorIs(t, err, errSilent)
+		passes(t, pool, 11*time.Hour)
+	}
 }
 
 // Property: finished keys are forgotten when their window is over by the database's clock, of all
@@ -109,12 +117,14 @@ func TestFlowsThatNothingCanFinish(t *testing.T) {
 	do("begun", done, fails, ends("ship"))
 	cfg.StoreRequest = true
 	do("stored", fails, ends("ship"))
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '25 hours'`)
+	cfg.StoreRequest = false
+	do("locked", fails, ends("ship"))
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '25 hours', locked_until = CASE key WHEN 'locked' THEN clock_timestamp() + interval '1 hour' END`)
 	require.NoError(t, err)
 	reaped, err := newOperation(t, pool, idempotency.Config{}).Reap(t.Context())
 	require.NoError(t, err)
 	require.EqualValues(t, 1, reaped)
-	for value, state := range map[string]string{"nothing": "missing", "called": "abandoned", "begun": "abandoned", "stored": "running"} {
+	for value, state := range map[string]string{"nothing": "missing", "called": "abandoned", "begun": "abandoned", "stored": "running", "locked": "running"} {
 		require.Equal(t, state, stateOf(t, pool, value), value)
 	}
 }

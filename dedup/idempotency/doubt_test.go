@@ -405,6 +405,13 @@ func TestFlowContinuesBehindACallThatHappened(t *testing.T) {
 			if !last {
 				phases[1].Write = func(ctx context.Context, tx pgx.Tx, s *step) error { return effect(ctx, tx, "paid by "+s.State.Charge) }
 				phases = append(phases, ends("receipt"))
+				write := phases[2].Write
+				phases[2].Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
+					if s.Attempt == 1 {
+						return errAway
+					}
+					return write(ctx, tx, s)
+				}
 			}
 			return newFlow(t, newOperation(t, pool, idempotency.Config{Seal: seal}), idempotency.FlowConfig[payment]{
 				Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
@@ -427,6 +434,8 @@ func TestFlowContinuesBehindACallThatHappened(t *testing.T) {
 			}
 		}
 		decides(flow, 1, "")
+		_, err = flow.Do(t.Context(), key("continues"), nil)
+		require.ErrorIs(t, err, errAway)
 		response, err := flow.Do(t.Context(), key("continues"), nil)
 		require.NoError(t, err, name)
 		require.Equal(t, 201, response.Status)

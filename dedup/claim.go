@@ -82,10 +82,15 @@ type Message struct {
 // the message aside, or claim it under another ID.
 var ErrConflict = errors.New("a message with other content claimed the ID")
 
+// ErrForgotten is returned by Claim and ClaimBatch: claims as old as the ID, a UUIDv7 or ULID, were
+// forgotten (Registration.Window), so that nobody knows whether the message was processed. Roll back, and
+// set the message aside, or look for its effect.
+var ErrForgotten = errors.New("claims as old as the ID of the message were forgotten")
+
 // Claim records one message in the caller's transaction and reports whether it is fresh: true
 // exactly once for each consumer and ID. A duplicate gives false, and another message under the same
 // ID ErrConflict. It waits while another open transaction holds the same claim. After any other
-// error the transaction is aborted and must be rolled back.
+// error the transaction must be rolled back.
 func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uuid.UUID, fingerprint int32) (bool, error) {
 	result, err := c.ClaimBatch(ctx, tx, consumer, []Message{{ID: id, Fingerprint: fingerprint}})
 	if err != nil {
@@ -101,13 +106,19 @@ func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uui
 // occurrence can be fresh. Claim all messages of a transaction in one call: two calls can deadlock
 // with another transaction. It takes one round trip, and one more if there are duplicates.
 func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, msgs []Message) (*Result, error) {
-	batch := &pgx.Batch{}
+	batch, mark := &pgx.Batch{}, time.Time{}
 	result := c.Queue(batch, consumer, msgs)
 	if len(msgs) == 0 {
 		return result, nil
 	}
+	c.QueueForgotten(batch, consumer, &mark, true)
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, WrapClaimError(err)
+	}
+	for i, m := range msgs {
+		if at, ok := Time(m.ID); ok && result.fresh[i] && at.Before(mark) {
+			return nil, fmt.Errorf("%w: message %s, forgotten up to %v", ErrForgotten, m.ID, mark)
+		}
 	}
 	return result, c.Compare(ctx, tx, consumer, result)
 }

@@ -2,6 +2,7 @@ package dedup
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
@@ -31,7 +32,7 @@ func (m *maintenance) forgetDays(ctx context.Context) error {
 			return err
 		}
 		if err := m.forgetDay(ctx, d); err != nil {
-			failed = both(failed, fmt.Errorf("%s: %w", d.name, err))
+			failed = errors.Join(failed, fmt.Errorf("%s: %w", d.name, err))
 			if !pgerr.LockConflict(err) {
 				return failed
 			}

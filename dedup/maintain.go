@@ -147,7 +147,7 @@ func (m *maintenance) runLeased(ctx context.Context, owner string) error {
 	// After a failure, the next run may begin at once, and the time of the last complete run is
 	// kept.
 	_, errDone := m.conn.Exec(ctx, m.in(leaseDoneSQL), m.epoch, err == nil)
-	return both(err, errDone)
+	return errors.Join(err, errDone)
 }
 
 // foresee is the dry run.
@@ -181,23 +181,12 @@ func (m *maintenance) steps(ctx context.Context) (failed error) {
 		if err == nil {
 			continue
 		}
-		failed = both(failed, fmt.Errorf("%s: %w", step.what, err))
+		failed = errors.Join(failed, fmt.Errorf("%s: %w", step.what, err))
 		if ctx.Err() != nil || m.conn.IsClosed() || errors.Is(err, errLeaseLost) {
 			break
 		}
 	}
 	return failed
-}
-
-// both joins two errors in one line.
-func both(first, second error) error {
-	switch {
-	case first == nil:
-		return second
-	case second == nil:
-		return first
-	}
-	return fmt.Errorf("%w; %w", first, second)
 }
 
 // lease lets one process at a time work. It only saves work: each step is correct by its own locks.

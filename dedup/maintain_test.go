@@ -289,7 +289,10 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.Equal(t, endOf(4), at.UTC())
 	// A day with late claims is forgotten again; a later mark stays.
 	claimAlone(t, pool, claims, idle, older)
-	claimAlone(t, pool, claims, a, older)
+	forgotten, _ := begin(t, pool, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+	_, err = claims.Claim(t.Context(), forgotten, a, older, 0)
+	require.ErrorIs(t, err, dedup.ErrForgotten, "it may have been claimed before")
+	require.NoError(t, forgotten.Rollback(t.Context()))
 	require.Equal(t, []string{dayName(6), dayName(4)}, maintain(t, pool, claims).Truncated)
 	require.Equal(t, endOf(4), mark(t, pool, a))
 	require.Equal(t, endOf(6), mark(t, pool, idle))

@@ -42,7 +42,7 @@ RETURNING id, consumer_group, dedup_window IS NULL, id_rule, (SELECT extract(epo
 // forgottenSQL follows the claim. A claim that waited for maintenance, or came after it, sees the
 // mark here, because each statement has its own snapshot.
 const forgottenSQL = `-- dedup.forgotten
-SELECT forgotten_to FROM effectonce.consumers WHERE id = $1`
+SELECT (SELECT forgotten_to FROM effectonce.consumers WHERE id = $1)`
 
 // forgottenLockedSQL is for transactions that have one snapshot for all statements. The lock makes
 // PostgreSQL report that the row is newer than the snapshot (40001). The lock is released at once:
@@ -50,7 +50,7 @@ SELECT forgotten_to FROM effectonce.consumers WHERE id = $1`
 const (
 	forgottenBeforeSQL = "SAVEPOINT effectonce_forgotten"
 	forgottenLockedSQL = `-- dedup.forgotten_locked
-SELECT forgotten_to FROM effectonce.consumers WHERE id = $1 FOR SHARE`
+SELECT (SELECT forgotten_to FROM effectonce.consumers WHERE id = $1 FOR SHARE)`
 	forgottenAfterSQL  = "ROLLBACK TO SAVEPOINT effectonce_forgotten"
 	forgottenBehindSQL = "RELEASE SAVEPOINT effectonce_forgotten"
 )

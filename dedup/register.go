@@ -21,8 +21,8 @@ type Registration struct {
 	Group string
 	// Topics, for people.
 	Topics []string
-	// Window is the dedup window: the minimum time for which claims are kept. 1 minute to 10 years;
-	// default 7 days. It may change from one registration to the next (see Consumer.Replaced); the
+	// Window is the dedup window: the minimum time for which a claim is kept, or its ID refused
+	// (ErrForgotten). 1 minute to 10 years; default 7 days. It may change from one registration to the next (see Consumer.Replaced); the
 	// last one is used. It only limits what Maintain may forget from then on: marks of forgotten
 	// claims stay, see QueueForgotten.
 	Window time.Duration

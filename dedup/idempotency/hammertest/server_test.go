@@ -93,8 +93,10 @@ func serve(spec string) error {
 		}
 		mux.Handle("/"+kind, handler)
 	}
+	hook := operation(kindHook)
+	hook.Operation = ""
 	receiver, err := webhook.New(s.pool, webhook.Config{
-		Sender: "sender", RefusedStatus: http.StatusPaymentRequired, CompareBody: true, Idempotency: operation(kindHook),
+		Sender: "sender", Name: kindHook, RefusedStatus: http.StatusPaymentRequired, CompareBody: true, Idempotency: hook,
 		Scheme: webhook.SchemeOf(func(header http.Header, _ []byte) (webhook.Event, error) {
 			return webhook.Event{ID: header.Get("Idempotency-Key")}, nil
 		}),

@@ -26,8 +26,7 @@ const (
 
 // Advise returns the weaknesses of a value: none for what NewKey makes, and for other random
 // values. Several words, such as charge-order-4127, count as the name of the request (Domain),
-// although the counter in it may be weak. The package never calls it: a server that wants to warn
-// its clients calls it for the keys it receives. It must not log the keys.
+// although the counter in it may be weak. Hooks.Weak counts them. Keys must not be logged.
 func Advise(value string) (weak []Weakness) {
 	if len(value) < shortBytes && !isName(value) {
 		weak = append(weak, WeakShort)

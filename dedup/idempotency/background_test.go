@@ -97,6 +97,10 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	response, err := short.Once(t.Context(), key("a"), insertOnce("a"))
 	require.NoError(t, err)
 	require.False(t, response.Replayed, "it was forgotten, so it is executed again")
+	forgotten, err := forever.ForgetScope(t.Context(), key("a").Scope)
+	require.NoError(t, err)
+	require.EqualValues(t, 2, forgotten, "of both operations, and no unfinished one")
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 }
 
 // Property: an unfinished flow whose request is not stored is forgotten with the window if nothing of it

@@ -2,6 +2,7 @@ package idempotency
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -75,6 +76,8 @@ type Hooks struct {
 	Answered func(operation string, verdict Verdict)
 	// Reaped is called with the number of keys that were forgotten.
 	Reaped func(keys int64)
+	// Weak is called for each weakness of the value of a key that a request brings: see Advise.
+	Weak func(operation string, weakness Weakness)
 }
 
 // Verdict says how a request ended.
@@ -196,7 +199,29 @@ func (o *Operation) complete(k Key) (Key, error) {
 	if k.Operation != o.cfg.Operation {
 		return k, fmt.Errorf("%w: it is of operation %q, not of %q", ErrInvalid, k.Operation, o.cfg.Operation)
 	}
-	return k, k.Validate()
+	err := k.Validate()
+	if err == nil && o.cfg.Hooks.Weak != nil {
+		for _, weakness := range Advise(k.Value) {
+			o.cfg.Hooks.Weak(k.Operation, weakness)
+		}
+	}
+	return k, err
+}
+
+// ForgetScope deletes the finished keys of a scope, of all operations, whose responses may have personal
+// data, in small transactions, and returns how many. A request that comes again under one of them is
+// executed again. Unfinished keys stay: call it again when they are finished.
+func (o *Operation) ForgetScope(ctx context.Context, scope string) (forgotten int64, err error) {
+	for {
+		tag, err := o.pool.Exec(ctx, o.sql.forgetScope, scope, reapMax)
+		forgotten += tag.RowsAffected()
+		if err != nil {
+			return forgotten, fmt.Errorf("forget the keys of scope %q: %w", scope, err)
+		}
+		if tag.RowsAffected() < reapMax {
+			return forgotten, nil
+		}
+	}
 }
 
 // answered reports the verdict on a request to the hook.

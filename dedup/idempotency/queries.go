@@ -49,6 +49,10 @@ WITH old AS (
 )
 SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM left_to_a_person)`
 
+const forgetScopeSQL = `-- idempotency.forget_scope
+DELETE FROM effectonce.idempotency_keys WHERE (scope, operation, key) IN (
+  SELECT scope, operation, key FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NOT NULL LIMIT $2)`
+
 // selfCommittedSQL marks a key indeterminate whose work committed by itself.
 const selfCommittedSQL = `-- idempotency.self_committed
 UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, error = '` + selfCommittedText + `'
@@ -57,15 +61,15 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 const selfCommittedText = "its work committed by a statement of its own, and left no outcome"
 
 type queries struct {
-	settings, look, selfCommitted, reap string
-	work                                workQueries
-	flow                                flowQueries
+	settings, look, selfCommitted, reap, forgetScope string
+	work                                             workQueries
+	flow                                             flowQueries
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, look: in(lookSQL), selfCommitted: in(selfCommittedSQL), reap: in(reapSQL),
+		settings: settingsSQL, look: in(lookSQL), selfCommitted: in(selfCommittedSQL), reap: in(reapSQL), forgetScope: in(forgetScopeSQL),
 		work: newWorkQueries(in), flow: newFlowQueries(in),
 	}
 }

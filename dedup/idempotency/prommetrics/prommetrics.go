@@ -9,6 +9,8 @@
 //   - effectonce_idempotency_requests_total{operation, outcome}: requests; the outcomes are the
 //     values of idempotency.Verdict
 //   - effectonce_idempotency_keys_forgotten_total: expired keys that this process forgot
+//   - effectonce_idempotency_weak_keys_total{operation, weakness}: requests whose key another client
+//     could have, or guess: the values of idempotency.Weakness
 //
 // No label contains a key, a tenant or any other value that a client chooses.
 package prommetrics
@@ -39,6 +41,12 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 	if err != nil {
 		return idempotency.Hooks{}, err
 	}
+	weak, err := registered(registerer, prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "effectonce_idempotency_weak_keys_total", Help: "Requests whose idempotency key is weak, by weakness.",
+	}, []string{"operation", "weakness"}))
+	if err != nil {
+		return idempotency.Hooks{}, err
+	}
 	for _, operation := range operations {
 		for _, verdict := range verdicts() {
 			requests.WithLabelValues(operation, string(verdict))
@@ -49,6 +57,9 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 			requests.WithLabelValues(operation, string(verdict)).Inc()
 		},
 		Reaped: func(keys int64) { forgotten.Add(float64(keys)) },
+		Weak: func(operation string, weakness idempotency.Weakness) {
+			weak.WithLabelValues(operation, string(weakness)).Inc()
+		},
 	}, nil
 }
 

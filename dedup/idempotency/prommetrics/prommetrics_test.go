@@ -94,6 +94,7 @@ func TestRequestsAreCounted(t *testing.T) {
 		`effectonce_idempotency_requests_total{operation="order",outcome="invalid"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="in_progress"}`: "1",
 		`effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
 		`effectonce_idempotency_keys_forgotten_total`:                                  "2",
+		`effectonce_idempotency_weak_keys_total{operation="order",weakness="short"}`:   "2",
 	} {
 		require.Equal(t, want, found[series], series)
 	}

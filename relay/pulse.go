@@ -58,8 +58,9 @@ func (p *publisher) late() time.Duration {
 	return time.Since(due)
 }
 
-// hungAfter is how long a sign of life may be overdue before the lease is no longer renewed.
-func (c *Config) hungAfter() time.Duration { return max(c.Lease, 5*time.Second) }
+// hungAfter is how long a sign of life may be overdue before the lease is no longer renewed. A worker may
+// wait for a sink for a Lease before that, so another replica has the shard within three.
+func (c *Config) hungAfter() time.Duration { return max(c.Lease/2, 5*time.Second) }
 
 // inspectWorkers notes which shards wait for the brokers, and which hang. It returns the leases
 // that may be renewed.

@@ -22,12 +22,12 @@ func newKeys(s *cli.Settings) *cobra.Command {
 		Use:   "keys",
 		Short: "Show requests by their idempotency keys, and resolve those that need a decision",
 		Long: `A request is executed once per idempotency key. An operator decides on two states: indeterminate (a foreign system may
-or may not have acted) and abandoned (the attempts are used up).
+or may not have acted) and abandoned (no phase was done for too long).
 
   outbox-relay keys list                # unfinished keys
   outbox-relay keys show KEY            # all about one key, and what to do
-  outbox-relay keys retry KEY --why …   # it did not happen: continue from the recovery point
-  outbox-relay keys finish KEY --status 201 --window 24h --why …   # it happened: requests get this outcome
+  outbox-relay keys retry KEY --why …   # continue from the recovery point
+  outbox-relay keys finish KEY --status 201 --window 24h --why …   # nothing more is executed: requests get this outcome
 
 KEY is what the client sent or, for an unfinished key, the eight digits that logs show instead.`,
 	}

@@ -46,7 +46,7 @@ func keyAdvice(r keys.Row) (what, do string) {
 }
 
 // adviceOnCall is for an unlocked key whose foreign call may have been made and must not be made
-// twice. Finding out comes first, also if the attempts are used up: a retry would make the call
+// twice. Finding out comes first, also for an abandoned key: a retry would make the call
 // again.
 func adviceOnCall(r keys.Row) (what, do string) {
 	phase := fmt.Sprintf("%q", *r.Calling)

@@ -21,11 +21,11 @@ func newKeysReap(s *cli.Settings) *cobra.Command {
 	var dryRun, asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "reap",
-		Short: "Forget finished keys whose window is over",
-		Long: `Forget finished keys whose window is over, of all operations, in small transactions. A later request with such a key is
-executed again. Unfinished keys stay, except those that only count failures of work in one transaction, which had no
-effect: they go a day after the last failure. If such work committed by a statement of its own and left no outcome, the
-key becomes indeterminate instead.
+		Short: "Forget keys whose window is over",
+		Long: `Forget keys whose window is over, of all operations, in small transactions. A later request with such a key is executed
+again. Unfinished keys stay while something can finish them. One whose request is not stored is forgotten if nothing of
+it happened, and else becomes abandoned. If work committed by a statement of its own and left no outcome, its key
+becomes indeterminate.
 
 Programs with Flow.Run or Operation.Run do this by themselves. Where none does, run it every hour. It is not recorded.`,
 		Example: `  outbox-relay keys reap --dry-run
@@ -66,7 +66,7 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) error {
 	n := reaped.Forgotten
 	if asJSON {
-		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "indeterminate": reaped.Doubted, "dry_run": dryRun})
+		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "undecided": reaped.Doubted, "dry_run": dryRun})
 	}
 	text := human.Count(n, "key") + " forgotten"
 	switch {
@@ -75,7 +75,7 @@ func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) er
 	case dryRun:
 		text = human.Count(n, "key") + " would be forgotten; nothing was done (--dry-run)"
 	case reaped.Doubted > 0:
-		text += fmt.Sprintf("; %d became indeterminate, since their work committed by a statement of its own and left no outcome: \"outbox-relay keys list --state indeterminate\"", reaped.Doubted)
+		text += fmt.Sprintf("; %d need a decision now: \"outbox-relay keys list\"", reaped.Doubted)
 	}
 	err := terminal.Say(cmd.OutOrStdout(), "%s\n", text)
 	return err

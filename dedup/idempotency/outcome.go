@@ -40,7 +40,7 @@ var (
 	// ErrIndeterminate: whether a foreign system acted is unknown, and it must not be called again:
 	// a person or the reconciler decides. Retries get the same error until then.
 	ErrIndeterminate = errors.New("the outcome of the request with this idempotency key is unknown: it has to be looked into")
-	// ErrAbandoned: the attempts of the key are used up. A person decides.
+	// ErrAbandoned: no phase was done for too long (FlowConfig.GiveUpAfter). A person decides.
 	ErrAbandoned = errors.New("the request with this idempotency key was given up: it has to be looked into")
 	// ErrLockLost: another worker took the key over, because this one did not renew its lock in
 	// time. What this worker had not committed is rolled back.

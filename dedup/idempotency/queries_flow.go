@@ -49,10 +49,11 @@ UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL postpones a key that no worker holds, by its age, but at least $6 and at most a hundred
-// times that. So the pause doubles each time, and a version that knows the key's phases finds no
-// attempts used up. A key in doubt keeps its error.
+// times that. So the pause doubles each time, and a version that knows the key's phases has all of
+// GiveUpAfter. A key in doubt keeps its error.
 const leaveSQL = `-- idempotency.leave
-UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100::float8 * $6::interval)
+UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100::float8 * $6::interval),
+  phase_since = CASE WHEN state OPERATOR(pg_catalog.=) 'running' THEN clock_timestamp() ELSE phase_since END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND state::text IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 

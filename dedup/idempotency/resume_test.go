@@ -261,7 +261,7 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, newer *idempotency.Flow[payment], b *bank) {
 	t.Helper()
 	b = newBank(t)
-	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second}
+	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second, GiveUpAfter: time.Hour}
 	program := func() *idempotency.Operation {
 		return newOperation(t, pool, idempotency.Config{Logger: logger})
 	}

@@ -59,7 +59,7 @@ func IdempotencyKeys(ctx context.Context, db operator.Querier, schema string) []
 	}
 	if k.Abandoned > 0 {
 		found = append(found, warn(check, "outbox-relay keys list --state abandoned   # keys show KEY says whether a call may have been made; fix the cause, then run keys retry KEY --why …, or keys finish KEY --status … --window … (or --forever) --why …",
-			"%s requests are abandoned: their attempts are used up, or they are too old for their flow, and an operator has to decide", bounded(k.Abandoned)))
+			"%s requests are abandoned: no phase of theirs was done for too long, and an operator has to decide", bounded(k.Abandoned)))
 	}
 	if k.Stuck > 0 {
 		found = append(found, warn(check, "outbox-relay keys list --state stuck --older-than 1h   # check that a program with Flow.Run runs for these operations, and read its log",

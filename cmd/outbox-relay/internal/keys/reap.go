@@ -17,8 +17,7 @@ const (
 // Reaped is what Reap did.
 type Reaped struct {
 	Forgotten int64
-	// Doubted are keys whose work committed by itself, and left no outcome: they are indeterminate
-	// now.
+	// Doubted are keys that need a decision now.
 	Doubted int64
 }
 

@@ -379,7 +379,7 @@ func (d *deadRows) remove(ctx context.Context, published, discarded []int64) err
 	if len(published)+len(discarded) == 0 {
 		return nil
 	}
-	return d.change(ctx, d.ask, d.sql.of(removeDeadSQL), published, discarded)
+	return d.change(ctx, d.ask, d.sql.of(removeDeadSQL()), published, discarded)
 }
 
 // change executes a statement that depends on the lease.
@@ -403,5 +403,5 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 		return nil
 	}
 	v := columns(again)
-	return d.change(ctx, d.ask, d.sql.of(holdAgainSQL), v.seqs, v.reasons, v.errs, v.waits)
+	return d.change(ctx, d.ask, d.sql.of(holdAgainSQL()), v.seqs, v.reasons, v.errs, v.waits)
 }

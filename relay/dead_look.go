@@ -137,7 +137,7 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 		return 0, nil
 	}
 	if l.cfg.SkipDead && !l.skipped {
-		if err := l.change(ctx, l.ask, l.sql.of(skipDeadSQL), l.lease.shards); err != nil {
+		if err := l.change(ctx, l.ask, l.sql.of(skipDeadSQL()), l.lease.shards); err != nil {
 			return 0, err
 		}
 		l.skipped = true
@@ -200,7 +200,7 @@ func (l *deadLook) handBack(ctx context.Context) error {
 			l.rest, l.due = deadEvery, time.Time{}
 		}
 	}
-	l.handing = left == 0
+	l.handing, l.looked = left == 0, l.looked || left > 0
 	return nil
 }
 
@@ -253,7 +253,6 @@ func (l *deadLook) ready(ctx context.Context) (over []wait, err error) {
 			return nil, err
 		}
 	}
-	l.looked = true
 	for _, w := range waits {
 		if s, ok := l.topics.get(w.name); ok && s.reason == "" && slices.Contains(missing, w.name) && !paused.has(w.topic) && !slices.Contains(over, w) {
 			over = append(over, w)

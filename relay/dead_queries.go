@@ -134,61 +134,71 @@ SELECT $1, o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at, d.re
   CASE d.reason WHEN 'behind' THEN 'behind' ELSE $6 END
 FROM unnest($2::bigint[], $3::text[], $4::text[], $5::text[]) AS d (seq, reason, error, waits_for)
 CROSS JOIN LATERAL (SELECT * FROM effectonce.outbox WHERE seq = d.seq LIMIT 1) AS o
-ON CONFLICT (relay, seq) DO NOTHING`
+ON CONFLICT (relay, seq) DO UPDATE SET id = excluded.id, topic = excluded.topic, key = excluded.key, payload = excluded.payload, headers = excluded.headers,
+  created_at = excluded.created_at, reason = excluded.reason, error = excluded.error, waits_for = excluded.waits_for, state = excluded.state, attempts = 1, died_at = clock_timestamp()
+WHERE outbox_dead.id <> excluded.id AND outbox_dead.state = 'discarded' -- of a relay by the same name, before the numbers began again`
 
-// mine is whether the lease is the caller's, epoch $3 of shard $2 in run $4 of the server. The next
-// holder waits until the statement has ended: what it adds behind rows that leave would be missed. The
-// rows are locked before, in the order of seq, as operators lock them: an operator who has locked them
-// may take long, and must not keep the lease from being renewed.
-const mine = `mine AS MATERIALIZED (
-  SELECT FROM effectonce.outbox_progress p
-  WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND $4::text = ` + serverRun + ` AND (SELECT count(*) FROM locked) >= 0 FOR SHARE OF p)`
-
-// next hands on the state of rows that leave their key. $5 is Config.SkipDead.
-const next = `next AS (
+// next, locked and mine are in each statement that changes dead rows. leaving are the rows that leave
+// their keys; next are the rows that get the state retry from them. $5 is Config.SkipDead. What changes
+// (changes, and next) is locked first, in the order of seq, as operators lock them: an operator who has locked them may take long, and
+// must not keep the lease from being renewed. mine is whether the lease is the caller's, epoch $3 of shard
+// $2 in run $4 of the server. The next holder waits until the statement has ended: what it adds behind
+// rows that leave would be missed.
+func next(changes, without string) string {
+	return `next AS MATERIALIZED (
   SELECT first.seq FROM (SELECT DISTINCT topic, sha256(key) AS hash FROM leaving WHERE key IS NOT NULL) AS k
   CROSS JOIN LATERAL (SELECT d.seq, d.state FROM effectonce.outbox_dead d
-    WHERE ` + inKey + ` AND d.seq <> ALL (ARRAY(SELECT seq FROM leaving)) AND NOT (d.state = 'held' AND $5` + skipped + `) ` + keyOrder + ` LIMIT 1) AS first
+    WHERE ` + inKey + without + ` AND NOT (d.state = 'held' AND $5` + skipped + `) ` + keyOrder + ` LIMIT 1) AS first
   WHERE first.state = 'behind'),
-handed AS (UPDATE effectonce.outbox_dead d SET state = 'retry' FROM next WHERE d.relay = $1 AND d.seq = next.seq AND d.state = 'behind')`
+locked AS MATERIALIZED (
+  SELECT seq FROM effectonce.outbox_dead
+  WHERE relay = $1 AND seq = ANY (ARRAY(SELECT seq FROM ` + changes + ` UNION ALL SELECT seq FROM next)) ORDER BY seq FOR UPDATE),
+mine AS MATERIALIZED (
+  SELECT FROM effectonce.outbox_progress p
+  WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND $4::text = ` + serverRun + ` AND (SELECT count(*) FROM locked) >= 0 FOR SHARE OF p),
+handed AS (UPDATE effectonce.outbox_dead d SET state = 'retry' FROM mine CROSS JOIN next WHERE d.relay = $1 AND d.seq = next.seq AND d.state = 'behind')`
+}
+
+const notLeaving = ` AND d.seq <> ALL (ARRAY(SELECT seq FROM leaving))`
 
 // removeDeadSQL deletes rows that were published ($6), and sets aside those that an operator discarded
 // ($7), if the lease is the caller's. It reports whether it is.
-const removeDeadSQL = `-- relay.remove_dead
-WITH locked AS MATERIALIZED (
+func removeDeadSQL() string {
+	return `-- relay.remove_dead
+WITH leaving AS MATERIALIZED (
   SELECT seq, topic, key FROM effectonce.outbox_dead
-  WHERE relay = $1 AND seq = ANY ($6::bigint[] OPERATOR(pg_catalog.||) $7::bigint[]) AND (state = 'discard' OR seq = ANY ($6)) ORDER BY seq FOR UPDATE),
-` + mine + `,
-leaving AS MATERIALIZED (SELECT locked.* FROM mine CROSS JOIN locked),
-gone AS (DELETE FROM effectonce.outbox_dead d USING leaving l WHERE d.relay = $1 AND d.seq = l.seq AND d.seq = ANY ($6)),
-dropped AS (UPDATE effectonce.outbox_dead d SET state = 'discarded' FROM leaving l WHERE d.relay = $1 AND d.seq = l.seq AND d.seq = ANY ($7)),
-` + next + `
+  WHERE relay = $1 AND seq = ANY ($6::bigint[] OPERATOR(pg_catalog.||) $7::bigint[]) AND (state = 'discard' OR seq = ANY ($6))),
+` + next("leaving", notLeaving) + `,
+gone AS (DELETE FROM effectonce.outbox_dead d USING mine CROSS JOIN leaving l WHERE d.relay = $1 AND d.seq = l.seq AND d.seq = ANY ($6)),
+dropped AS (UPDATE effectonce.outbox_dead d SET state = 'discarded' FROM mine CROSS JOIN leaving l WHERE d.relay = $1 AND d.seq = l.seq AND d.seq = ANY ($7) AND d.state = 'discard')
 SELECT EXISTS (SELECT FROM mine)`
+}
 
 // holdAgainSQL holds released rows again if the lease is the caller's, and reports whether it is. A row
 // that holds no other row (Config.SkipDead) leaves its key.
-const holdAgainSQL = `-- relay.hold_again
-WITH locked AS MATERIALIZED (
+func holdAgainSQL() string {
+	return `-- relay.hold_again
+WITH again AS MATERIALIZED (
   SELECT d.seq, d.topic, d.key, f.reason, f.error, f.waits_for
   FROM effectonce.outbox_dead d JOIN unnest($6::bigint[], $7::text[], $8::text[], $9::text[]) AS f (seq, reason, error, waits_for) USING (seq)
-  WHERE d.relay = $1 ORDER BY d.seq FOR UPDATE OF d),
-` + mine + `,
-held AS (UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, waits_for = l.waits_for, attempts = d.attempts + 1
-  FROM mine CROSS JOIN locked l WHERE d.relay = $1 AND d.seq = l.seq),
-leaving AS MATERIALIZED (SELECT locked.* FROM mine CROSS JOIN locked WHERE $5` + skipped + `),
-` + next + `
+  WHERE d.relay = $1),
+leaving AS MATERIALIZED (SELECT * FROM again WHERE $5` + skipped + `),
+` + next("again", notLeaving) + `,
+held AS (UPDATE effectonce.outbox_dead d SET state = 'held', reason = a.reason, error = a.error, waits_for = a.waits_for, attempts = d.attempts + 1
+  FROM mine CROSS JOIN again a WHERE d.relay = $1 AND d.seq = a.seq)
 SELECT EXISTS (SELECT FROM mine)`
+}
 
 // skipDeadSQL releases the rows behind dead rows that hold no other row now, and did before: see
 // Config.SkipDead.
-const skipDeadSQL = `-- relay.skip_dead
-WITH locked AS MATERIALIZED (
+func skipDeadSQL() string {
+	return `-- relay.skip_dead
+WITH leaving AS MATERIALIZED (
   SELECT d.seq, d.topic, d.key FROM effectonce.outbox_dead d
   WHERE d.relay = $1 AND d.shard OPERATOR(pg_catalog.%) $6::int = $2::int AND d.key IS NOT NULL AND d.state = 'held' AND $5` + skipped + `),
-` + mine + `,
-leaving AS MATERIALIZED (SELECT locked.* FROM mine CROSS JOIN locked),
-` + next + `
+` + next("next", "") + `
 SELECT EXISTS (SELECT FROM mine)`
+}
 
 // pruneDiscardedSQL forgets discarded rows that the outbox has no longer, $1 at a time, of all relays.
 const pruneDiscardedSQL = `-- relay.prune_discarded

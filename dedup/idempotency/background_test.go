@@ -66,6 +66,11 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 		require.ErrorIs(t, err, errSilent)
 		passes(t, pool, 11*time.Hour)
 	}
+	once := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(true, func(*step) error { return nil }), ends("ship"),
+	})
+	_, err = once.Do(t.Context(), key("asked"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate, "a later release must not repeat the call")
 }
 
 // Property: finished keys are forgotten when their window is over by the database's clock, of all

@@ -97,7 +97,7 @@ func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err err
 		}
 		reaped += forgotten
 		if doubted > 0 {
-			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", selfCommittedText)
+			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted)
 		}
 		if forgotten+doubted < page { // keys left to a person count towards the page, too
 			return reaped, nil
@@ -343,6 +343,9 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, inDoubt, f.names)
 		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
+	if _, runs := f.left.Load(name{u.key.Scope, u.key.Value}); runs {
+		return false, f.leave(ctx, u.key, &u.at, nil)
+	}
 	phase := f.phases[len(u.at.phases)]
 	asked := UndecidedKey[S]{Key: u.key, Phase: phase.Name, Since: u.since}
 	if u.error != nil {
@@ -361,6 +364,9 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 		return false, err
 	}
 	decision, err := f.ask(ctx, asked)
+	if errors.Is(err, errLeftBehind) {
+		err = errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+	}
 	if err = errors.Join(err, decision.err); err != nil {
 		return false, err
 	}

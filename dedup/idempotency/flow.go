@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -33,6 +34,7 @@ type Flow[S any] struct {
 	names  []string
 	// Slots that bound how many keys are completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
+	left                    sync.Map // by name: what was left behind and still runs, so that nothing is decided about it
 }
 
 // FlowConfig of a Flow. The zero value works.
@@ -47,6 +49,8 @@ type FlowConfig[S any] struct {
 	// CallMax bounds the duration of a foreign call, and of the transaction of a phase. 1 ms to 1
 	// h; default 20 s. A call that does not return when its context ends is left behind: the key is
 	// free again, for another worker, or in doubt (AtMostOnce), and what the call returns later is lost.
+	// An AtMostOnce call must listen to its context: otherwise it may act after somebody found that it did
+	// not.
 	CallMax time.Duration
 	// GiveUpAfter is how long a flow is tried after its last phase was done, or its request came, or
 	// somebody decided. Then it is abandoned (ErrAbandoned): a person decides. Once a call may have been

@@ -76,7 +76,7 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.o.cfg.Lock/3)
 	defer cancel()
 	asked := time.Now()
-	held, err := h.update(ctx, h.o.sql.flow.renew, h.o.cfg.Lock)
+	held, err := h.update(ctx, h.o.sql.flow.renew, h.o.cfg.Lock, h.o.window())
 	if held && err == nil {
 		h.renewed.Store(&asked)
 	}
@@ -122,7 +122,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	if notCalled && h.noted != "" && h.since.IsZero() {
 		withdrawn = &h.noted
 	}
-	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn); err != nil {
+	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn, h.o.window()); err != nil {
 		return fmt.Errorf("release the lock of %v, which expires by itself: %w", h.key, err)
 	}
 	return nil

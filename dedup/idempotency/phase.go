@@ -57,7 +57,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 // call makes the foreign call, which ctx interrupts. An AtMostOnce call is recorded first, and not
 // interrupted: its outcome would be unknown.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	if age := time.Since(h.since); !h.since.IsZero() && !phase.AtMostOnce && age > phase.CallAgainMax {
+	if age := time.Since(h.since); !h.since.IsZero() && age > phase.CallAgainMax { // of an AtMostOnce phase at once
 		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, more than Phase.CallAgainMax, %v: the foreign system may have forgotten its key",
 			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
@@ -117,6 +117,7 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 				}
 			}
 			ended <- o
+			f.left.Delete(name{key.Scope, key.Value})
 		}()
 		o.err = call()
 		o.returned = true
@@ -137,6 +138,10 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 		}
 		runtime.Goexit()
 	case <-overdue:
+	}
+	f.left.Store(name{key.Scope, key.Value}, true)
+	if len(ended) > 0 {
+		f.left.Delete(name{key.Scope, key.Value})
 	}
 	return errLeftBehind
 }
@@ -176,7 +181,9 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 		err := t.runWork(ctx, func(ctx context.Context, tx pgx.Tx) error {
 			return f.within(ctx, h.key, func() error { return phase.Write(ctx, tx, &own) })
 		})
-		if !errors.Is(err, errLeftBehind) {
+		if errors.Is(err, errLeftBehind) {
+			_ = t.conn.PgConn().Conn().Close() // what was left behind may have the connection itself
+		} else {
 			*step = own
 		}
 		h.away = t.away

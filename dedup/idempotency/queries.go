@@ -40,7 +40,7 @@ WITH old AS (
   ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
 ), left_to_a_person AS (
   UPDATE effectonce.idempotency_keys k SET expires_at = NULL,
-    state = CASE WHEN old.begun THEN 'abandoned' ELSE 'indeterminate' END,
+    state = CASE WHEN old.begun AND k.calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
     error = CASE WHEN old.begun THEN left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000) ELSE '` + selfCommittedText + `' END
   FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND (old.unanswered OR old.begun) RETURNING true
 ), forgotten AS (
@@ -50,8 +50,10 @@ WITH old AS (
 SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM left_to_a_person)`
 
 const forgetScopeSQL = `-- idempotency.forget_scope
-DELETE FROM effectonce.idempotency_keys WHERE (scope, operation, key) IN (
-  SELECT scope, operation, key FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NOT NULL LIMIT $2)`
+DELETE FROM effectonce.idempotency_keys k USING (
+  SELECT operation, key FROM effectonce.idempotency_keys
+  WHERE scope OPERATOR(pg_catalog.=) $1 AND state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NOT NULL LIMIT $2) gone
+WHERE k.scope OPERATOR(pg_catalog.=) $1 AND k.operation OPERATOR(pg_catalog.=) gone.operation AND k.key OPERATOR(pg_catalog.=) gone.key`
 
 // selfCommittedSQL marks a key indeterminate whose work committed by itself.
 const selfCommittedSQL = `-- idempotency.self_committed

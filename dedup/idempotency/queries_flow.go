@@ -38,14 +38,16 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 RETURNING data, request, sealed, attempts, extract(epoch FROM clock_timestamp() - calling_since)::float8`
 
 const renewSQL = `-- idempotency.renew
-UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
+UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval,
+  expires_at = CASE WHEN expires_at IS NOT NULL THEN greatest(expires_at, clock_timestamp() + $6::interval) END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
 // unlockSQL removes the record of the call of phase $7, which was not made, and of no other: after a
 // server lost a claim, another call under the same token may be running.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = nullif(calling::text, $7), calling_since = CASE WHEN $7::text IS NULL OR calling::text <> $7 THEN calling_since END
+  calling = nullif(calling::text, $7), calling_since = CASE WHEN $7::text IS NULL OR calling::text <> $7 THEN calling_since END,
+  expires_at = CASE WHEN expires_at IS NOT NULL THEN greatest(expires_at, clock_timestamp() + $8::interval) END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL postpones a key that no worker holds, by its age, but at least $6 and at most a hundred

@@ -99,12 +99,12 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
 	first(batch)
 	// The server's limits do not hold yet while the driver prepares statements on a table that is locked.
-	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout)
+	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout+claimGrace)
 	defer cancel()
 	if err := pooled.SendBatch(limited, batch).Close(); err != nil {
 		t.end(ctx)
 		if limited.Err() != nil && ctx.Err() == nil {
-			err = fmt.Errorf("no answer within Config.LockTimeout, %v: another session locks idempotency_keys, or the database does not answer (%v)", o.cfg.LockTimeout, err) //nolint:errorlint // no deadline of the caller
+			err = fmt.Errorf("no answer within Config.LockTimeout (%v) and some seconds: another session locks idempotency_keys, or the database does not answer (%v)", o.cfg.LockTimeout, err) //nolint:errorlint // no deadline of the caller
 		}
 		return nil, err
 	}
@@ -219,6 +219,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 type failedEarly struct{ error }
 
 const (
+	claimGrace  = 2 * time.Second // beyond LockTimeout, for the network
 	commitGrace = 5 * time.Second // beyond the server's own limit for the statements before COMMIT
 	rollbackMax = 5 * time.Second
 )

@@ -155,7 +155,7 @@ WITH changed AS (
 const deadDiscardSQL = `-- dead.discard
 WITH changed AS (
   UPDATE effectonce.outbox_dead d SET state = 'discard' FROM ` + fromSubjects + `
-  WHERE d.relay = s.relay AND d.seq = s.seq AND (d.state = 'held' OR ($7::bool AND EXISTS (
+  WHERE d.relay = s.relay AND d.seq = s.seq AND (d.state = 'held' OR ($7::bool AND d.state = 'behind' AND EXISTS (
     SELECT FROM effectonce.outbox_dead n WHERE ` + deadSame + ` AND n.seq < d.seq AND n.state = 'held')))
   RETURNING s.relay, s.seq, s.subject, s.seq AS last` + recorded
 

@@ -53,7 +53,7 @@ const (
 func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, call Call) (*Changed, error) {
 	return change{
 		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
-		args: []any{call == CallDidNotHappen, call == CallHappened}, forgets: true,
+		args: []any{call == CallDidNotHappen, call == CallHappened}, forgets: call != CallHappened,
 		note: map[string]any{"call_did_not_happen": call == CallDidNotHappen, "call_happened": call == CallHappened},
 	}.act(ctx, db, schema, by, place)
 }
@@ -166,7 +166,7 @@ func retryRemedy(was Row) string {
 	case was.Locked:
 		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
 	case was.State != Running && was.Calling == nil:
-		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call"
+		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call; if it happened, use \"outbox-relay keys finish\""
 	case was.State != Running:
 		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system (the child ID of the phase is %v); "+
 			"if it did nothing, add --call-did-not-happen; if it acted, add --call-happened", *was.Calling, was.ChildID(*was.Calling))

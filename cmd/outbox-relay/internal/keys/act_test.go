@@ -174,6 +174,9 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', calling_since = created_at WHERE key = 'paid'")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
 	require.NoError(t, err)
+	place2 := key(t, pool, "unanswered", "unanswered")
+	_, err = keys.Retry(t.Context(), pool, schema, ana, place2, keys.CallHappened)
+	require.ErrorAs(t, err, new(*keys.RefusedError), "it would be executed from the start")
 	assert.True(t, scalar[bool](t, pool, "SELECT called = 'pay' AND calling IS NULL AND calling_since IS NULL FROM effectonce.idempotency_keys WHERE key = 'paid'"), "its Write comes next")
 }
 

@@ -82,7 +82,8 @@ UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_u
 const retrySQL = `-- keys.retry
 UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, called = CASE WHEN $5::bool THEN k.calling ELSE k.called END,
   calling = NULL, calling_since = CASE WHEN NOT $4::bool AND NOT $5::bool THEN k.calling_since END, phase_since = clock_timestamp(),
-  locked_until = NULL, retry_at = NULL, error = NULL, expires_at = NULL
+  locked_until = NULL, retry_at = NULL, error = NULL,
+  expires_at = CASE WHEN k.request IS NULL THEN clock_timestamp() + coalesce(greatest(k.expires_at - k.created_at, interval '1 minute'), interval '1 day') END
 ` + this + ` AND k.state::text IN ('indeterminate', 'abandoned') AND CASE WHEN k.calling IS NULL THEN NOT $5::bool ELSE $4::bool OR $5::bool END`
 
 // finishSQL sets the outcome. This program cannot encrypt it. The request, and what phases passed
@@ -113,7 +114,7 @@ WITH old AS (
   WHERE expires_at <= (SELECT clock_timestamp()) AND state::text IN ('finished', 'running') AND (locked_until IS NULL OR locked_until <= clock_timestamp())
   ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
 ), left_to_a_person AS (
-  UPDATE effectonce.idempotency_keys k SET expires_at = NULL, state = CASE WHEN old.begun THEN 'abandoned' ELSE 'indeterminate' END,
+  UPDATE effectonce.idempotency_keys k SET expires_at = NULL, state = CASE WHEN old.begun AND k.calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
     error = CASE WHEN old.begun THEN left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000) ELSE 'its work committed by a statement of its own, and left no outcome' END
   FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND (old.unanswered OR old.begun) RETURNING true
 ), forgotten AS (

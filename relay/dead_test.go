@@ -216,6 +216,7 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 			must(t, pool, `UPDATE effectonce.outbox_dead SET headers = $1, state = 'retry'`, headers)
 			row := func() string { return one[string](t, pool, `SELECT d::text FROM effectonce.outbox_dead d`) }
 			before, meddles := row(), meddle(t, pool, takenSQL)
+			var meddling sync.WaitGroup
 			if duringIt { // while it waits for a lock that an operator has
 				operator, err := pool.Begin(ctx)
 				require.NoError(t, err)
@@ -224,7 +225,7 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 				require.NoError(t, err)
 				takes := meddles
 				meddles = func(context.Context) {
-					go func() {
+					meddling.Go(func() {
 						for blocked := false; !blocked && pause.For(ctx, time.Millisecond); {
 							if err := pool.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'traced' AND wait_event_type = 'Lock')`).Scan(&blocked); err != nil {
 								t.Error(err)
@@ -234,10 +235,11 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 						if err := operator.Rollback(ctx); err != nil {
 							t.Error(err)
 						}
-					}()
+					})
 				}
 			}
 			_, _ = newRelay(t, traced(t, pool, &between{tag, meddles}), relay.Config{}).Drain(ctx) // it may not have found out
+			meddling.Wait()
 			require.Equal(t, before, row())
 			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		}

@@ -460,8 +460,8 @@ BEGIN
   ), gone AS (
     DELETE FROM effectonce.outbox o USING unproven u WHERE o.seq = u.seq AND o.slot = u.slot
     RETURNING u.n, o.seq AS was, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
-  ), dead AS ( -- a dead row is known by number and ID
-    UPDATE effectonce.outbox_dead d SET seq = largest + g.n FROM gone g WHERE d.seq = g.was AND d.id = g.id
+  ), discarded AS ( -- known by number and ID; the others keep the order of their key
+    UPDATE effectonce.outbox_dead d SET seq = largest + g.n FROM gone g WHERE d.seq = g.was AND d.id = g.id AND d.state = 'discarded'
   )
   INSERT INTO effectonce.outbox (txid, seq, id, topic, key, payload, headers, created_at) OVERRIDING SYSTEM VALUE
   SELECT pg_current_xact_id(), largest + g.n, g.id, g.topic, g.key, g.payload, g.headers, g.created_at FROM gone g ORDER BY g.n;

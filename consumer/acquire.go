@@ -212,7 +212,7 @@ func (s *session) wait(ctx context.Context, key topicPartition, t held) {
 	}
 	a.become(StateWaiting, t.waits)
 	a.attempt++
-	wait := s.consumer.backoff(a.attempt)
+	wait := s.consumer.engineBackoff(a.attempt)
 	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
 	s.mu.Unlock()
 	if times, due := a.said.Due("", true); due {
@@ -273,7 +273,7 @@ func (s *session) refused(p *partition, f *failure) {
 		return
 	}
 	a.attempt++
-	wait := s.consumer.backoff(a.attempt)
+	wait := s.consumer.engineBackoff(a.attempt)
 	if isFenced(nil, f) && !errors.Is(f.err, errServerChanged) {
 		wait = max(wait, refusalMin)
 	}

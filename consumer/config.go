@@ -135,7 +135,7 @@ type Config struct {
 	OutOfRange OutOfRange
 	// RetryMin and RetryMax bound the pauses between attempts. A pause is RetryMin/2 plus a random
 	// part below a limit, which doubles from RetryMin to RetryMax. 1 ms to 1 h; defaults 100 ms and
-	// 30 s.
+	// 30 s. For what no message made fail they count as at most 1 s and 30 s.
 	RetryMin, RetryMax time.Duration
 	// DrainMax is how long a revoked partition, or Run after its context was cancelled, waits for
 	// the batch in progress before the handler's context is cancelled. Keep it below Kafka's

@@ -170,7 +170,7 @@ func (c *Consumer) join(ctx context.Context, attempt int) {
 	err := s.consume(ctx)
 	if ctx.Err() == nil {
 		c.enter(PhaseJoining, err)
-		wait := c.backoff(attempt)
+		wait := c.engineBackoff(attempt)
 		c.cfg.Logger.WarnContext(ctx, "rejoining the group", "group", c.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)
 	}
@@ -183,7 +183,7 @@ func (c *Consumer) await(ctx context.Context, what string, check func(context.Co
 		if err == nil || !waitable(err) {
 			return err
 		}
-		wait := c.backoff(attempt)
+		wait := c.engineBackoff(attempt)
 		c.enter(PhaseStarting, err)
 		c.cfg.Logger.WarnContext(ctx, "waiting for "+what, "group", c.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause.For(ctx, wait)
@@ -270,7 +270,10 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		ids[topic], named[topic] = id, name
 		if c.ids == nil {
 			c.warnRule(ctx, name, wanted, id.IDRule())
-			c.warnWindow(ctx, name, id.Replaced())
+		}
+		if before := id.Replaced(); c.ids == nil && before != 0 {
+			c.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
+				"maintenance uses the window that was registered last: configure the same window in all replicas", "group", c.cfg.Group, "consumer", name, "before", before.String(), "registered", c.cfg.Window.String())
 		}
 	}
 	c.ids, c.names = ids, named
@@ -298,15 +301,6 @@ func (c *Consumer) checkOtherNames(ctx context.Context) error {
 	return fmt.Errorf("%w: %d of %q, which a consumer with another name would not retry: run with that Config.Name (or alias) until they are done, or discard them (outbox-relay parked discard)", errOtherName, n, name)
 }
 
-// warnWindow logs that another dedup window was registered before.
-func (c *Consumer) warnWindow(ctx context.Context, name string, replaced time.Duration) {
-	if replaced == 0 {
-		return
-	}
-	c.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
-		"maintenance uses the window that was registered last: configure the same window in all replicas", "group", c.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.cfg.Window.String())
-}
-
 // logStart logs the configuration with which the consumer starts.
 func (c *Consumer) logStart(ctx context.Context) {
 	cfg := &c.cfg
@@ -332,9 +326,13 @@ func readable(d time.Duration) string {
 	return d.Round(time.Millisecond / 10).String()
 }
 
-// backoff returns a pause of RetryMin/2 plus a random part. The limit of that part doubles from
-// RetryMin to RetryMax.
-func (c *Consumer) backoff(attempt int) time.Duration {
-	ceiling := min(c.cfg.RetryMin<<min(max(attempt-1, 0), 20), c.cfg.RetryMax)
-	return c.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
+// engineBackoff is the pause before what no message made fail is tried again: it may not take the hour
+// that Config.RetryMin may give a message.
+func (c *Consumer) engineBackoff(attempt int) time.Duration {
+	return backoff(attempt, min(c.cfg.RetryMin, time.Second), min(c.cfg.RetryMax, 30*time.Second))
+}
+
+// backoff returns shortest/2 plus a random part, whose limit doubles from shortest to longest.
+func backoff(attempt int, shortest, longest time.Duration) time.Duration {
+	return shortest/2 + rand.N(min(shortest<<min(max(attempt-1, 0), 20), longest)) //nolint:gosec // jitter needs no secret
 }

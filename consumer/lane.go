@@ -43,12 +43,13 @@ func (l *lane) work() {
 			continue
 		}
 		l.later = &postponed{waits: map[*Message]time.Duration{}, keys: map[string]bool{}, order: p.consumer.cfg.Order}
+		found := false
 		if len(next.dues) > 0 {
-			l.release(next.dues)
+			found = l.release(next.dues)
 		} else if !l.process(next.msgs) {
 			return
 		}
-		if p.backlog.done(next, l.later) {
+		if p.backlog.done(next, l.later) && found {
 			signal(p.looked) // more may be due
 		}
 		l.become(StateRunning, nil) // what it postponed has a state of its own
@@ -262,7 +263,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	cfg := &l.p.consumer.cfg
 	if v == verdictCount && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
 		msg.conflicts++
-		wait := l.p.consumer.backoff(msg.conflicts)
+		wait := l.p.consumer.engineBackoff(msg.conflicts)
 		l.note(msg, StateRunning, f.err)
 		l.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
 		return next{wait: wait}
@@ -284,7 +285,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 		msg.first = time.Now()
 	}
 	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax
-	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: l.p.consumer.backoff(msg.attempts)}
+	why := &parking{reason: f.reason(v), err: f.err, attempts: msg.attempts, retry: !final, wait: backoff(msg.attempts, cfg.RetryMin, cfg.RetryMax)}
 	var later *retryAfterError
 	if errors.As(f.err, &later) {
 		why.wait = max(why.wait, later.after)
@@ -353,7 +354,7 @@ func (l *lane) mustTakeBack(f *failure) bool {
 
 // wait pauses after a failure that no message caused. It returns false if the lane must stop.
 func (l *lane) wait(waits int, f *failure) bool {
-	wait, text := l.p.consumer.backoff(waits), "partition waits for the database; nothing is lost"
+	wait, text := l.p.consumer.engineBackoff(waits), "partition waits for the database; nothing is lost"
 	switch {
 	case errors.Is(f.err, errPool):
 		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"

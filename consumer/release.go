@@ -88,8 +88,9 @@ func (p *partition) due() ([]due, error) {
 
 // release retries due messages, and in order the messages behind them; one that was tried before
 // alone. The attempt is counted and committed before it begins: a message may end the process.
-// Messages that are not done are chosen again when they are due.
-func (l *lane) release(list []due) {
+// Messages that are not done are chosen again when they are due. It returns false if there was none to
+// retry: an operator has locked or discarded them. Then the next poll looks, and the lane is free.
+func (l *lane) release(list []due) bool {
 	ctx, limit := l.p.ctx, l.batch()
 	if list[0].tried {
 		limit = 1
@@ -98,9 +99,11 @@ func (l *lane) release(list []due) {
 	if err != nil && !l.p.stopped() {
 		l.warn("could not read due parked messages; will retry", false, err)
 	}
-	if len(msgs) == 0 { // or an operator has locked or discarded them
-		l.pause(l.p.consumer.cfg.RetryMin)
-		return
+	if len(msgs) == 0 {
+		if l.p.given != nil { // nobody polls
+			l.pause(l.p.consumer.watchEvery)
+		}
+		return false
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
 	for _, msg := range msgs {
@@ -125,6 +128,7 @@ func (l *lane) release(list []due) {
 		defer cancel()
 		_, _ = l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[uncountSQL], seqs)
 	}
+	return true
 }
 
 var errNotStored = errors.New("the message was too large to be stored as a whole: it cannot be retried, only discarded")

@@ -95,7 +95,7 @@ func decideStart(k known) decision {
 	var d decision
 	switch stored := k.stored(); {
 	case k.log == nil:
-		d = k.goOn()
+		d = decision{next: k.stored(), why: "continues at the stored position"}
 	case k.row.resumeAt != nil && (*k.row.resumeAt < 0 || !k.recreated()):
 		d = k.order()
 	case k.halt != nil:
@@ -128,10 +128,6 @@ func (k known) stored() *int64 {
 		return nil
 	}
 	return k.row.next
-}
-
-func (k known) goOn() decision {
-	return decision{next: k.stored(), why: "continues at the stored position"}
 }
 
 // order carries out an operator's order.

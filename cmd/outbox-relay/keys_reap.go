@@ -12,6 +12,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
 // reapMax bounds a run; the next run continues.
@@ -40,10 +41,10 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 					if err != nil {
 						return err
 					}
-					return printReaped(cmd, keys.Reaped{Forgotten: n}, true, asJSON)
+					return printReaped(cmd, idempotency.Reaped{Forgotten: n}, true, asJSON)
 				}
 				screen := terminal.NewScreen(cmd.ErrOrStderr())
-				reaped, err := keys.Reap(ctx, conn, s.Schema, func(r keys.Reaped) {
+				reaped, err := idempotency.Reap(ctx, conn, s.Schema, func(r idempotency.Reaped) {
 					if screen.Overwrites() {
 						screen.Step("%s forgotten", human.Count(r.Forgotten, "key"))
 					}
@@ -63,7 +64,7 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 	return cmd
 }
 
-func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) error {
+func printReaped(cmd *cobra.Command, reaped idempotency.Reaped, dryRun, asJSON bool) error {
 	n := reaped.Forgotten
 	if asJSON {
 		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "undecided": reaped.Doubted, "dry_run": dryRun})

@@ -11,7 +11,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // Run completes flows that clients gave up, calls the reconciler for indeterminate keys, and
@@ -82,25 +84,36 @@ func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work
 // transactions, and returns how many: finished ones, and unfinished ones that nothing can finish and of
 // which nothing happened. If something may have happened, they are abandoned. Flows whose request is
 // stored stay.
-func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) { return o.reap(ctx, reapMax) }
+func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
+	all, err := Reap(ctx, o.pool, o.cfg.Schema, func(Reaped) {})
+	if all.Forgotten > 0 && o.cfg.Hooks.Reaped != nil {
+		o.cfg.Hooks.Reaped(all.Forgotten)
+	}
+	if all.Doubted > 0 {
+		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
+	}
+	return all.Forgotten, err
+}
 
-func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err error) {
-	defer func() {
-		if reaped > 0 && o.cfg.Hooks.Reaped != nil {
-			o.cfg.Hooks.Reaped(reaped)
-		}
-	}()
+// Reaped is what Reap did: how many keys it forgot, and how many need a person's decision now.
+type Reaped struct{ Forgotten, Doubted int64 }
+
+// Reap is Operation.Reap for programs that have no operation. db is not in a transaction; an empty schema
+// is the default. After each transaction that did something, progress gets the numbers so far.
+func Reap(ctx context.Context, db dedup.Querier, schema string, progress func(Reaped)) (all Reaped, err error) {
+	if schema, err = (migrations.Options{Schema: schema}).Resolve(); err != nil {
+		return all, err
+	}
 	for {
-		var forgotten, doubted int64
-		if err := o.pool.QueryRow(ctx, o.sql.reap, page).Scan(&forgotten, &doubted); err != nil {
-			return reaped, fmt.Errorf("forget finished keys: %w", err)
+		var now Reaped
+		if err := db.QueryRow(ctx, migrations.InSchema(reapSQL, schema), reapMax).Scan(&now.Forgotten, &now.Doubted); err != nil {
+			return all, fmt.Errorf("forget keys whose window is over: %w", err)
 		}
-		reaped += forgotten
-		if doubted > 0 {
-			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted)
+		if all = (Reaped{all.Forgotten + now.Forgotten, all.Doubted + now.Doubted}); now != (Reaped{}) {
+			progress(all)
 		}
-		if forgotten+doubted < page { // keys left to a person count towards the page, too
-			return reaped, nil
+		if now.Forgotten+now.Doubted < reapMax { // keys left to a person fill a page, too
+			return all, nil
 		}
 	}
 }

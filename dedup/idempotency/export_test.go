@@ -1,9 +1,6 @@
 package idempotency
 
-import "context"
-
-// ReapBy is Reap with another size of pages.
-func (o *Operation) ReapBy(ctx context.Context, page int64) (int64, error) { return o.reap(ctx, page) }
+const ReapSQL = reapSQL
 
 // Waiting is how many requests wait for a key of this operation, and how many keys and scopes are
 // asked for.

@@ -63,15 +63,15 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 const selfCommittedText = "its work committed by a statement of its own, and left no outcome"
 
 type queries struct {
-	settings, look, selfCommitted, reap, forgetScope string
-	work                                             workQueries
-	flow                                             flowQueries
+	settings, look, selfCommitted, forgetScope string
+	work                                       workQueries
+	flow                                       flowQueries
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, look: in(lookSQL), selfCommitted: in(selfCommittedSQL), reap: in(reapSQL), forgetScope: in(forgetScopeSQL),
-		work: newWorkQueries(in), flow: newFlowQueries(in),
+		settings: settingsSQL, look: in(lookSQL), selfCommitted: in(selfCommittedSQL), forgetScope: in(forgetScopeSQL),
+		work: workQueries{claim: in(claimWorkSQL), respond: in(respondSQL), doubt: in(doubtSQL)}, flow: newFlowQueries(in),
 	}
 }

@@ -30,7 +30,3 @@ UPDATE effectonce.idempotency_keys SET state = 'indeterminate', error = $4, expi
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3`
 
 type workQueries struct{ claim, respond, doubt string }
-
-func newWorkQueries(in func(string) string) workQueries {
-	return workQueries{claim: in(claimWorkSQL), respond: in(respondSQL), doubt: in(doubtSQL)}
-}

@@ -98,15 +98,10 @@ func (o *Operation) notStored(key Key, v verdict, err error) error {
 // broke, or the work ended the transaction or left a statement open.
 var errGone = errors.New("the transaction of the work is over")
 
-// usable reports whether the transaction can still execute a statement, failed or not.
-func (t *transaction) usable() bool {
-	return t.pooled != nil && !t.stray && !t.conn.IsClosed() && !t.conn.PgConn().IsBusy() && !t.ended()
-}
-
 // replace undoes what the work wrote, stores something in its place, and commits. The claim is held
 // throughout.
 func (t *transaction) replace(ctx context.Context, store func(*pgx.Batch)) error {
-	if !t.usable() {
+	if t.pooled == nil || t.stray || t.conn.IsClosed() || t.conn.PgConn().IsBusy() || t.ended() { // no statement can be executed
 		return errGone
 	}
 	failed := t.failed()

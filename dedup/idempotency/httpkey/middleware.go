@@ -115,7 +115,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	stored, started, err := serving.Once(r.Context(), m.op, key, m.cfg.HandlerTimeout, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
 		e := &serving.Exchange{Tx: tx, Key: key}
-		recorded := newRecorder(outer, m.cfg.BufferBytesMax)
+		recorded := &recorder{header: outer.Clone(), bytesMax: m.cfg.BufferBytesMax}
 		run := again(serving.With(ctx, e), r, body)
 		defer removeFiles(run, r)
 		next.ServeHTTP(recorded, run)

@@ -41,10 +41,6 @@ type recorder struct {
 
 var _ http.Hijacker = (*recorder)(nil)
 
-func newRecorder(header http.Header, bytesMax int) *recorder {
-	return &recorder{header: header.Clone(), bytesMax: bytesMax}
-}
-
 // Header implements http.ResponseWriter.
 func (w *recorder) Header() http.Header { return w.header }
 

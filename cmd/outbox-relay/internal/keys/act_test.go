@@ -3,7 +3,6 @@ package keys_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -286,9 +285,9 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, int64(2506), n)
 	var steps []int64
-	reaped, err := keys.Reap(t.Context(), pool, schema, func(r keys.Reaped) { steps = append(steps, r.Forgotten) })
+	reaped, err := idempotency.Reap(t.Context(), pool, schema, func(r idempotency.Reaped) { steps = append(steps, r.Forgotten) })
 	require.NoError(t, err)
-	assert.Equal(t, keys.Reaped{Forgotten: 2506, Doubted: 5}, reaped)
+	assert.Equal(t, idempotency.Reaped{Forgotten: 2506, Doubted: 5}, reaped)
 	assert.Equal(t, int64(2506), steps[len(steps)-1])
 	assert.Len(t, steps, 3)
 	assert.Equal(t, 7, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
@@ -297,24 +296,4 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	assert.Equal(t, keys.Indeterminate, unanswered.State)
 	assert.False(t, unanswered.Unanswered, "it stands among those that wait")
 	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
-}
-
-// Keys that are left to a person do not keep a run from the keys behind them, even if they fill its
-// pages. Row H16 of guarantees.md.
-func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	for n := range 5 {
-		key(t, pool, fmt.Sprint("unanswered ", n), "unanswered")
-		key(t, pool, fmt.Sprint("over ", n), "over")
-		key(t, pool, fmt.Sprint("finished ", n), "finished")
-	}
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '2 hours' WHERE key LIKE 'unanswered%'")
-	var last keys.Reaped
-	reaped, err := keys.ReapBy(t.Context(), pool, schema, 2, func(r keys.Reaped) { last = r })
-	require.NoError(t, err)
-	assert.Equal(t, keys.Reaped{Forgotten: 5, Doubted: 5}, reaped)
-	assert.Equal(t, reaped, last)
-	assert.Equal(t, "finished 5, indeterminate 5", scalar[string](t, pool, `SELECT string_agg(state || ' ' || n, ', ' ORDER BY state)
-		FROM (SELECT state, count(*) AS n FROM effectonce.idempotency_keys GROUP BY state) s`))
 }

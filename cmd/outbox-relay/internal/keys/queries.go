@@ -103,26 +103,6 @@ const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', pg_catalog.encode(sha256(pg_catalog.convert_to($3::text, 'UTF8')), 'hex')))`
 
-// reapSQL is package idempotency's without locked_by, which the operator's role may not update. It
-// returns how many keys were deleted and how many were left to a person: both are needed to
-// distinguish a full page from the last one.
-const reapSQL = `-- keys.reap
-WITH old AS (
-  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NULL AND status IS NULL AS unanswered,
-    state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling_since IS NOT NULL OR called IS NOT NULL) AS begun
-  FROM effectonce.idempotency_keys
-  WHERE expires_at <= (SELECT clock_timestamp()) AND state::text IN ('finished', 'running') AND (locked_until IS NULL OR locked_until <= clock_timestamp())
-  ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
-), left_to_a_person AS (
-  UPDATE effectonce.idempotency_keys k SET expires_at = NULL, state = CASE WHEN old.begun AND k.calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
-    error = CASE WHEN old.begun THEN left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000) ELSE 'its work committed by a statement of its own, and left no outcome' END
-  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND (old.unanswered OR old.begun) RETURNING true
-), forgotten AS (
-  DELETE FROM effectonce.idempotency_keys k USING old
-  WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND NOT old.unanswered AND NOT old.begun RETURNING true
-)
-SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM left_to_a_person)`
-
 const expiredSQL = `-- keys.expired
 SELECT count(*) FROM (
   SELECT FROM effectonce.idempotency_keys k WHERE k.expires_at <= (SELECT clock_timestamp()) AND k.state::text IN ('finished', 'running')

@@ -83,8 +83,8 @@ type Message struct {
 var ErrConflict = errors.New("a message with other content claimed the ID")
 
 // ErrForgotten is returned by Claim and ClaimBatch: claims as old as the ID, a UUIDv7 or ULID, were
-// forgotten (Registration.Window), so that nobody knows whether the message was processed. Roll back, and
-// set the message aside, or look for its effect.
+// forgotten (Registration.Window): the message may have been processed before. Roll back, and set the
+// message aside, or look for its effect.
 var ErrForgotten = errors.New("claims as old as the ID of the message were forgotten")
 
 // Claim records one message in the caller's transaction and reports whether it is fresh: true

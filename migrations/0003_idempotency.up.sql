@@ -45,9 +45,9 @@ CREATE TABLE effectonce.idempotency_keys (
   expires_at     timestamptz,
   -- The flow that claimed the key, so that no other one of the operation takes it. Null: work in one transaction claimed it.
   flow           varchar(255),
-  phase_since    timestamptz,                        -- the phase before is done, or somebody decided; null: since created_at
+  phase_since    timestamptz,                        -- when the last phase, or a decision, was stored; null: created_at
   calling_since  timestamptz,                        -- a call of the phase under way may have been made, first then; null: none
-  called         varchar(255),                       -- phase whose call happened, as somebody decided: its Write comes next
+  called         varchar(255),                       -- phase whose call happened, by a decision: its Write is next
   CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 

@@ -49,11 +49,10 @@ type FlowConfig[S any] struct {
 	// CallMax bounds the duration of a foreign call, and of the transaction of a phase. 1 ms to 1
 	// h; default 20 s. A call that does not return when its context ends is left behind: the key is
 	// free again, for another worker, or in doubt (AtMostOnce), and what the call returns later is lost.
-	// An AtMostOnce call must listen to its context: otherwise it may act after somebody found that it did
-	// not.
+	// An AtMostOnce call must respect its context: otherwise it may act after the key was decided.
 	CallMax time.Duration
-	// GiveUpAfter is how long a flow is tried after its last phase was done, or its request came, or
-	// somebody decided. Then it is abandoned (ErrAbandoned): a person decides. Once a call may have been
+	// GiveUpAfter is how long a flow is tried, counted from its request, or from its last phase or
+	// decision. Then it is abandoned (ErrAbandoned): a person decides. Once a call may have been
 	// made, Phase.CallAgainMax counts instead. 1 min to 10 years; default 22 h.
 	GiveUpAfter time.Duration
 	// RetryAfter is how long the completer waits after a flow failed, or after it met phases that

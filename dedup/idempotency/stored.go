@@ -41,9 +41,9 @@ type stored struct {
 	unfinished  bool          // it has no outcome
 	putOff      time.Duration // until the completer resumes it
 	flow        *string       // that claimed it, if stored
-	called      *string       // phase whose call happened, as somebody decided
+	called      *string       // phase whose call happened, by a decision: its Write is next
 	asked       bool          // a call of the phase under way may have been made
-	idle        time.Duration // since the last phase was done, or somebody decided
+	idle        time.Duration // since the last phase or decision
 }
 
 // read scans the row of a claim or a look, if there is one.

@@ -226,12 +226,16 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 		return true, ctx.Err()
 	}
 	pool := pgtest.PoolOf(t, config)
-	renewed := make(chan struct{})
+	called, renewed := make(chan struct{}), make(chan struct{})
 	op := newOperation(t, pool, idempotency.Config{Lock: 15 * time.Second}) // so that a renewal in time may be seconds late
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
 		Name: "long",
 		Call: func(ctx context.Context, s *step) error {
+			if _, err := wide.Exec(ctx, "TRUNCATE renewals"); err != nil { // the record of the call renewed the lock, too
+				return err
+			}
 			hang.Store(true)
+			close(called)
 			s.Finish(idempotency.Response{Status: 200})
 			select {
 			case <-renewed:
@@ -245,6 +249,7 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 		_, err := flow.Do(t.Context(), key("k"), nil)
 		done <- err
 	}()
+	testwait.Chan(t, "the call", called)
 	testwait.True(t, "a renewal", func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 })
 	close(renewed)
 	require.NoError(t, testwait.Chan(t, "the flow ends", done))

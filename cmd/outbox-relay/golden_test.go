@@ -199,12 +199,12 @@ func TestGoldenOfOrders(t *testing.T) {
 		"parked discard --id "+idPrefix+"1 --why test", "parked discard --json --key order-1 --all-of-key --yes --why test", "parked show "+idPrefix+"6", "parked list",
 		"keys list", "keys list --state stuck", "keys show in-doubt", "keys show in-doubt --child reserve --json", "keys show given-up --payload",
 		"sql UPDATE effectonce.idempotency_keys SET sealed = true WHERE key = 'given-up'", "keys show given-up --payload --full", "keys show given-up --payload --json",
-		"keys show cut", "keys show late", "keys show plain", "keys show unknown", "keys show by-itself", "keys show counts",
+		"keys show cut", "keys show late", "keys show plain", "keys show unknown", "keys show work", "keys show counts",
 		"keys retry in-doubt --why w", "keys retry in-doubt --call-did-not-happen --why w --json", "keys retry in-doubt --why w", "keys retry nobody --why w", "keys retry plain --why w",
 		"keys unlock locked --why hangs", "keys unlock given-up --why w", "keys unlock same --why w", "keys retry late --why w", "keys unlock late --why w",
 		"keys finish given-up --status 201 --why w --forever --body-file /nonexistent/body",
 		"keys finish given-up --status 201 --header content-type:application/json --header X-A:1 --header X-A:2 --body-file "+body+" --window 1h --why statement", "keys show given-up --payload",
-		"keys finish by-itself --status 409 --forever --why w --json", "keys finish plain --status 409 --window 24h --why w", "keys reap --dry-run", "keys reap --json", "keys reap",
+		"keys finish work --status 409 --forever --why w --json", "keys finish plain --status 409 --window 24h --why w", "keys reap --dry-run", "keys reap --json", "keys reap",
 		"sql INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, obeys) VALUES ('default', 'a', 'infinity', '{}')",
 		"topics pause orders --relay other", "topics pause misspelt --wait 0s", "topics pause orders --wait 1s --json", "topics pause orders --wait 0s",
 		"sql UPDATE effectonce.outbox_replicas SET obeys = ARRAY(SELECT id FROM effectonce.outbox_paused)", "topics pause orders",
@@ -221,8 +221,7 @@ INSERT INTO effectonce.outbox_relays (relay, created_at) VALUES ('default', cloc
 INSERT INTO effectonce.outbox_progress (relay, shard, lease_until) VALUES ('default', 0, clock_timestamp() + interval '1 hour'), ('old', 0, NULL);
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published, at) VALUES ('default', 0, 1, 0, 3, clock_timestamp()), ('old', 0, 1, 0, 7, clock_timestamp() - interval '25 hours');
 INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, attempts, locked_until, retry_at, expires_at, error) VALUES
-  ('t7', 'charge', 'by-itself', sha256('x'), 'finished', '{}', NULL, 1, NULL, NULL, now() + interval '1 day', NULL),
-  ('t7', 'charge', 'by-itself too', sha256('x'), 'finished', '{}', NULL, 1, NULL, NULL, now() - interval '1 hour', NULL),
+  ('t7', 'charge', 'work', sha256('x'), 'indeterminate', '{}', NULL, 1, NULL, NULL, NULL, 'the bank did not answer'),
   ('t7', 'charge', 'cut', sha256('x'), 'running', '{reserve}', 'pay', 1, NULL, NULL, NULL, NULL),
   ('t7', 'charge', 'late', sha256('x'), 'running', '{reserve}', 'pay', 1, now() + interval '1 hour', NULL, NULL, NULL),
   ('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, 1, NULL, NULL, NULL, NULL),

@@ -22,9 +22,6 @@ func keyAdvice(r keys.Row) (what, do string) {
 		return "a request or completer works on it, and calls a foreign system", "wait; if the holder hangs, \"keys unlock\" ends its lock, and with the next request it becomes indeterminate"
 	case r.Locked:
 		return "a request or completer works on it", "wait; if the holder hangs, \"keys unlock\" ends its lock"
-	case r.Unanswered:
-		return "its work committed by a statement of its own, and left no outcome",
-			"see what its work left in the database, and write by hand what is missing; then " + finish + ";\nonly if nothing of it is there, \"keys retry\", which executes it from the start; and fix the program"
 	case r.Calling != nil:
 		return adviceOnCall(r)
 	case r.State == keys.Indeterminate:

@@ -25,8 +25,7 @@ func newKeysReap(s *cli.Settings) *cobra.Command {
 		Short: "Forget keys whose window is over",
 		Long: `Forget keys whose window is over, of all operations, in small transactions. A later request with such a key is executed
 again. Unfinished keys stay while something can finish them. One whose request is not stored is forgotten if nothing of
-it happened, and else becomes abandoned. If work committed by a statement of its own and left no outcome, its key
-becomes indeterminate.
+it happened, and else becomes abandoned.
 
 Programs with Flow.Run or Operation.Run do this by themselves. Where none does, run it every hour. It is not recorded.`,
 		Example: `  outbox-relay keys reap --dry-run

@@ -309,45 +309,36 @@ func TestWrongSettings(t *testing.T) {
 	require.Equal(t, idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge"), whole.ChildID("charge"))
 }
 
-// committed is work that commits by itself.
-func committed(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-	err := effect(ctx, tx, "k")
-	if err == nil {
-		_, err = tx.Conn().Exec(ctx, "COMMIT")
-	}
-	return idempotency.Response{Status: 201}, err
-}
-
-// Property: a key whose work committed by itself is marked for a person as soon as the library sees
-// it, in the list of keys that need a person; and no reaper forgets it, even if no request saw it
-// before: the effect would be repeated. Row H16 of guarantees.md.
-func TestWorkThatCommittedByItselfWaitsForAPerson(t *testing.T) {
+// Property: work that closes the engine's guard cannot pass for a success: what it committed by itself is in
+// doubt, and nothing of a transaction without the guard is committed.
+func TestClosedGuardIsNoSuccess(t *testing.T) {
 	t.Parallel()
-	const waiting = `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND expires_at IS NULL AND error LIKE '%of its own%'`
-	unseen := `UPDATE effectonce.idempotency_keys SET state = 'finished', error = NULL, expires_at = clock_timestamp() + interval '1 hour'`
 	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
-	_, err := o.Once(t.Context(), key("k"), committed)
-	require.ErrorContains(t, err, "ended its transaction")
-	require.Equal(t, 1, count(t, pool, waiting), "at once")
+	o := newOperation(t, pool, idempotency.Config{Strict: true})
+	do := func(ctx context.Context, tx pgx.Tx, sql string) error {
+		_, err := tx.Conn().Exec(ctx, sql, pgx.QueryExecModeSimpleProtocol)
+		return errors.Join(effect(ctx, tx, sql), err)
+	}
+	once := func(sql string) error {
+		_, err := o.Once(t.Context(), key(sql), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			return idempotency.Response{Status: 201}, do(ctx, tx, sql)
+		})
+		return err
+	}
+	for range 2 {
+		require.ErrorContains(t, once("CLOSE ALL"), "closed its cursors")
+	}
+	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)+effects(t, pool, "CLOSE ALL"))
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+		s.Finish(idempotency.Response{Status: 201})
+		return do(ctx, tx, "CLOSE ALL")
+	}}})
+	_, err := flow.Do(t.Context(), key("flow"), nil)
+	require.ErrorContains(t, err, "closed its cursors")
+	require.Zero(t, effects(t, pool, "CLOSE ALL"))
 
-	_, err = pool.Exec(t.Context(), unseen) // the process died
-	require.NoError(t, err)
-	_, err = o.Once(t.Context(), key("k"), committed)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	require.Equal(t, 1, count(t, pool, waiting), "when it is asked for again")
-
-	_, err = pool.Exec(t.Context(), unseen)
-	require.NoError(t, err)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 hour'`)
-	require.NoError(t, err)
-	reaped, err := o.Reap(t.Context())
-	require.NoError(t, err)
-	require.Zero(t, reaped)
-	require.Equal(t, 1, count(t, pool, waiting), "when its window is over")
-	_, err = o.Once(t.Context(), key("k"), committed)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	require.Equal(t, 1, effects(t, pool, "k"))
+	require.ErrorContains(t, once("CLOSE ALL; COMMIT"), "ended its transaction")
+	require.ErrorIs(t, once("CLOSE ALL; COMMIT"), idempotency.ErrIndeterminate)
 }
 
 // Property: keys that are left to a person do not keep a run from later keys, even if they fill its
@@ -358,7 +349,8 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	var log bytes.Buffer
 	o := newOperation(t, pool, idempotency.Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
-		SELECT 't', 'order', n::text, sha256('x'), 'finished', CASE WHEN n > 1000 THEN 201 END, clock_timestamp() - interval '1 hour' + n * interval '1 s' FROM generate_series(1, 20000) n`)
+		SELECT 't', 'order', n::text, sha256('x'), CASE WHEN n > 1000 THEN 'finished' ELSE 'running' END, CASE WHEN n > 1000 THEN 201 END, clock_timestamp() - interval '1 hour' + n * interval '1 s' FROM generate_series(1, 20000) n;
+		UPDATE effectonce.idempotency_keys SET flow = 'f', phases = '{begun}' WHERE key::int <= 1000`)
 	require.NoError(t, err)
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
@@ -369,7 +361,7 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	reaped, err := o.Reap(t.Context())
 	require.NoError(t, err)
 	require.EqualValues(t, 10, reaped)
-	require.Equal(t, 1000, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate'`))
+	require.Equal(t, 1000, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned'`))
 	require.Equal(t, 19_990, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	require.Contains(t, log.String(), "keys need a person")
 }

@@ -430,7 +430,7 @@ func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, phase string, de
 	if data != nil {
 		called = &phase
 	}
-	t, err := o.unclaimed(ctx)
+	t, err := o.begin(ctx, o.cfg.LockTimeout, false, func(*pgx.Batch) {})
 	if err != nil {
 		return false, err
 	}

@@ -68,9 +68,6 @@ func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok 
 	if s == nil {
 		return Response{}, false, nil
 	}
-	if s.state == finished && s.unfinished {
-		o.markSelfCommitted(ctx, key)
-	}
 	return o.answer(key, s)
 }
 

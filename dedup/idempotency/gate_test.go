@@ -200,7 +200,6 @@ func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 		for range 2 { // the second one finds what the first one left
 			_, _ = plain.Once(t.Context(), key(fmt.Sprint("once ", n)), insertOnce("once"))
 			_, _ = plain.Once(t.Context(), key(fmt.Sprint("doubt ", n)), failing(idempotency.Indeterminate(errAway)))
-			_, _ = plain.Once(t.Context(), key(fmt.Sprint("own commit ", n)), committed)
 			_, _ = flow.Do(t.Context(), key(fmt.Sprint("lost ", n)), nil)
 			_, _ = flow.Do(t.Context(), key(fmt.Sprint("flow ", n)), nil)
 		}

@@ -82,10 +82,6 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 	if err == nil {
 		return o.conclude(ctx, t, key, v)
 	}
-	t.end(ctx)
-	if errors.Is(err, errEnded) && o.markSelfCommitted(ctx, key) {
-		err = errors.Join(ErrIndeterminate, err)
-	}
 	return Response{}, err
 }
 
@@ -105,9 +101,6 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 		if s == nil {
 			continue // it was forgotten
 		}
-		if s.state == finished && s.unfinished {
-			o.markSelfCommitted(ctx, key)
-		}
 		response, ok, err := o.answer(key, s)
 		if !ok {
 			err = fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
@@ -122,8 +115,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 // given time.
 func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time) (t *transaction, took bool, err error) {
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
-		t, err = o.begin(ctx, func(batch *pgx.Batch) {
-			o.limits(batch, min(claimWait, o.cfg.WaitMax))
+		t, err = o.begin(ctx, min(claimWait, o.cfg.WaitMax), true, func(batch *pgx.Batch) {
 			batch.Queue(o.sql.work.claim, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), key.Fingerprint[:]).QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
 				if took = err == nil; errors.Is(err, pgx.ErrNoRows) {

@@ -171,7 +171,7 @@ var errNoResponse = errors.New("the last phase did not call Finish: nothing was 
 
 // write executes the transaction of a phase.
 func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	t, err := h.o.unclaimed(ctx, h.o.sql.flow.guard)
+	t, err := h.o.begin(ctx, h.o.cfg.LockTimeout, true, func(*pgx.Batch) {})
 	if err != nil {
 		return fmt.Errorf("begin phase %q: %w", phase.Name, err)
 	}
@@ -210,11 +210,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
 	h.ending.Store(step.response != nil)
-	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(closeGuardSQL)
-		last(batch)
-	})
-	if err != nil {
+	if err := t.commit(ctx, last); err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
 	h.at.attempts, h.at.called, h.doubtful, h.since = 1, nil, false, time.Time{}

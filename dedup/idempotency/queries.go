@@ -19,7 +19,7 @@ const (
 
 // found lists the columns of an existing key.
 const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
-  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL,
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed,
   coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, flow, called, calling_since IS NOT NULL, extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8
 FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3`
 
@@ -28,50 +28,50 @@ const lookSQL = `-- idempotency.look
 SELECT ` + found
 
 // reapSQL forgets keys at their expires_at: finished ones, and running ones of which nothing happened.
-// A running one of which something did, or may have, is left to a person, and so is work that committed
-// by itself, whose effect exists without an outcome. Locked rows are skipped. It returns how many rows
-// were forgotten, and how many were left to a person: both count towards the page.
+// A running one of which something did, or may have, is left to a person. Locked rows are skipped. It
+// returns how many rows were forgotten, and how many were left to a person: both count towards the page.
 const reapSQL = `-- idempotency.reap
 WITH old AS (
-  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NULL AND status IS NULL AS unanswered,
-    state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling_since IS NOT NULL OR called IS NOT NULL) AS begun
+  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling_since IS NOT NULL OR called IS NOT NULL) AS begun
   FROM effectonce.idempotency_keys
   WHERE expires_at <= (SELECT clock_timestamp()) AND state::text IN ('finished', 'running') AND (locked_until IS NULL OR locked_until <= clock_timestamp())
   ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
 ), left_to_a_person AS (
   UPDATE effectonce.idempotency_keys k SET expires_at = NULL,
-    state = CASE WHEN old.begun AND k.calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
-    error = CASE WHEN old.begun THEN left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000) ELSE '` + selfCommittedText + `' END
-  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND (old.unanswered OR old.begun) RETURNING true
+    state = CASE WHEN k.calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END, error = left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000)
+  FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND old.begun RETURNING true
 ), forgotten AS (
   DELETE FROM effectonce.idempotency_keys k USING old
-  WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND NOT old.unanswered AND NOT old.begun RETURNING true
+  WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND NOT old.begun RETURNING true
 )
 SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM left_to_a_person)`
 
 const forgetScopeSQL = `-- idempotency.forget_scope
 DELETE FROM effectonce.idempotency_keys k USING (
   SELECT operation, key FROM effectonce.idempotency_keys
-  WHERE scope OPERATOR(pg_catalog.=) $1 AND state OPERATOR(pg_catalog.=) 'finished' AND finished_at IS NOT NULL LIMIT $2) gone
+  WHERE scope OPERATOR(pg_catalog.=) $1 AND state OPERATOR(pg_catalog.=) 'finished' LIMIT $2) gone
 WHERE k.scope OPERATOR(pg_catalog.=) $1 AND k.operation OPERATOR(pg_catalog.=) gone.operation AND k.key OPERATOR(pg_catalog.=) gone.key`
 
-// selfCommittedSQL marks a key indeterminate whose work committed by itself.
-const selfCommittedSQL = `-- idempotency.self_committed
-UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, error = '` + selfCommittedText + `'
-WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isFinished + ` AND finished_at IS NULL AND status IS NULL`
+// guardSQL opens a cursor that makes a COMMIT by the work itself fail. closeGuardSQL closes it right before
+// the COMMIT of the engine: see consumer.guard.
+const guardSQL = `-- idempotency.guard
+DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
 
-const selfCommittedText = "its work committed by a statement of its own, and left no outcome"
+const (
+	guardCursor   = "effectonce_guard"
+	closeGuardSQL = "CLOSE " + guardCursor
+)
 
 type queries struct {
-	settings, look, selfCommitted, forgetScope string
-	work                                       workQueries
-	flow                                       flowQueries
+	settings, look, guard, forgetScope string
+	work                               workQueries
+	flow                               flowQueries
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, look: in(lookSQL), selfCommitted: in(selfCommittedSQL), forgetScope: in(forgetScopeSQL),
+		settings: settingsSQL, look: in(lookSQL), guard: in(guardSQL), forgetScope: in(forgetScopeSQL),
 		work: workQueries{claim: in(claimWorkSQL), respond: in(respondSQL), doubt: in(doubtSQL)}, flow: newFlowQueries(in),
 	}
 }

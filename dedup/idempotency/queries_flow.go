@@ -2,18 +2,7 @@ package idempotency
 
 // fresh lists the same columns for a key that this statement inserted.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar, NULL::varchar, NULL::boolean, NULL::float8 FROM claimed`
-
-// guardSQL opens a cursor in the transaction of a phase. It makes a COMMIT by the work itself fail,
-// since the phase would be run again. closeGuardSQL removes it: see consumer.guard. Work in one
-// transaction does not need it: its key is committed with it, and found without an outcome.
-const guardSQL = `-- idempotency.guard
-DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
-
-const (
-	guardCursor   = "effectonce_guard"
-	closeGuardSQL = "CLOSE " + guardCursor
-)
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar, NULL::varchar, NULL::boolean, NULL::float8 FROM claimed`
 
 // claimFlowSQL claims a key for work in phases. The token begins at the database's clock, in
 // microseconds, so that no later claim of the key has it: a holder may wake up when its row is
@@ -104,13 +93,13 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, guard, undecidedKeys, decided                 string
+	abandoned, leave, undecidedKeys, decided                        string
 }
 
 func newFlowQueries(in func(string) string) flowQueries {
 	return flowQueries{
 		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
 	}
 }

@@ -38,7 +38,6 @@ type stored struct {
 	body        []byte
 	dropped     bool
 	sealed      bool
-	unfinished  bool          // it has no outcome
 	putOff      time.Duration // until the completer resumes it
 	flow        *string       // that claimed it, if stored
 	called      *string       // phase whose call happened, by a decision: its Write is next
@@ -51,11 +50,11 @@ func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
 	var is *state
 	var fingerprint []byte
-	var locked, dropped, sealed, unfinished, asked *bool
+	var locked, dropped, sealed, asked *bool
 	var remaining, putOff, idle *float64
 	var attempts *int
 	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff, &s.flow, &s.called, &asked, &idle)
+		&s.status, &s.headers, &s.body, &dropped, &sealed, &putOff, &s.flow, &s.called, &asked, &idle)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}
@@ -69,7 +68,7 @@ func read(row pgx.Row) (*stored, error) {
 	s.locked = locked != nil && *locked
 	s.remaining, s.putOff = time.Duration(*remaining*float64(time.Second)), time.Duration(*putOff*float64(time.Second))
 	s.idle = time.Duration(*idle * float64(time.Second))
-	s.attempts, s.dropped, s.sealed, s.unfinished, s.asked = *attempts, *dropped, *sealed, *unfinished, *asked
+	s.attempts, s.dropped, s.sealed, s.asked = *attempts, *dropped, *sealed, *asked
 	return s, nil
 }
 
@@ -79,8 +78,8 @@ func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err er
 	switch {
 	case s.fingerprint != k.Fingerprint:
 		return Response{}, true, ErrMismatch
-	case s.state == finished && s.unfinished:
-		return Response{}, true, fmt.Errorf("%w: its work committed by a statement of its own, and left no response", ErrIndeterminate)
+	case s.state == finished && s.status == nil: // its work closed the guard, and committed
+		return Response{}, true, fmt.Errorf("%w: it has no response", ErrIndeterminate)
 	case s.state == finished:
 		response, err := o.replay(k, s)
 		if err != nil {
@@ -98,10 +97,7 @@ func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err er
 }
 
 func (o *Operation) replay(k Key, s *stored) (Response, error) {
-	r := Response{Replayed: true, BodyDropped: s.dropped, Body: s.body}
-	if s.status != nil {
-		r.Status = *s.status
-	}
+	r := Response{Status: *s.status, Replayed: true, BodyDropped: s.dropped}
 	headers, err := o.openHeaders(k, s)
 	if err != nil {
 		return Response{}, err

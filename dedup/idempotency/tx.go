@@ -29,12 +29,13 @@ type transaction struct {
 	fault  atomic.Pointer[error]
 	broken atomic.Pointer[error] // error of the last statement that failed
 
+	guarded     bool // see guardSQL
 	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
 }
 
 var (
 	errOver   = fmt.Errorf("the transaction of a request is over when its work returns: %w", pgx.ErrTxClosed)
-	errEnded  = errors.New("the work ended its transaction by a statement of its own, so the state of its effects and of the key is unknown: leave COMMIT and ROLLBACK to the caller")
+	errEnded  = errors.New("the work ended its transaction by a statement of its own, or closed its cursors: nothing of the transaction is stored; leave COMMIT and ROLLBACK to the caller")
 	errHidden = errors.New("a statement of the work failed, and the work returned no error: no later statement was executed, and nothing can be committed")
 	errShared = errors.New("the work used its transaction from two goroutines, or while a result was open: use it from one, and close rows first")
 )
@@ -86,17 +87,22 @@ func (t *transaction) Misused(err error) error {
 	return err
 }
 
-// begin begins a transaction; the statements that first queues are sent together with BEGIN.
-func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*transaction, error) {
+// begin begins a transaction, with bounds for its statements and for how long they wait for locks. The
+// statements that first queues are sent with BEGIN. guarded: it is for work.
+func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarded bool, first func(batch *pgx.Batch)) (*transaction, error) {
 	pooled, err := o.pool.Acquire(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("get a database connection: %w", err)
 	}
-	t := &transaction{o: o, pooled: pooled, conn: pooled.Conn(), free: make(chan struct{}, 1)}
+	t := &transaction{o: o, pooled: pooled, conn: pooled.Conn(), free: make(chan struct{}, 1), guarded: guarded}
 	t.free <- struct{}{}
 	t.work = handlertx.New(t.conn, t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
+	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
+	if guarded { // before the savepoint, which would undo it
+		batch.Queue(o.sql.guard)
+	}
 	first(batch)
 	// The server's limits do not hold yet while the driver prepares statements on a table that is locked.
 	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout+claimGrace)
@@ -171,6 +177,9 @@ func (t *transaction) cut() {
 func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
 	batch := &pgx.Batch{}
 	last(batch)
+	if t.guarded {
+		batch.Queue(closeGuardSQL)
+	}
 	var tag string
 	batch.Queue("COMMIT").Query(func(rows pgx.Rows) error {
 		rows.Close()
@@ -182,6 +191,9 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	done, left := make(chan error, 1), atomic.Bool{}
 	go func() {
 		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
+		if pgerr.Is(err, pgerr.UnknownCursor) {
+			err = errors.Join(errEnded, err)
+		}
 		switch {
 		case err == nil && tag != "COMMIT":
 			err = pgx.ErrTxCommitRollback
@@ -249,7 +261,7 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 // whatever the role's synchronous_commit is. It returns the number of changed rows.
 func (o *Operation) durably(ctx context.Context, sql string, args ...any) (int64, error) {
 	var rows int64
-	t, err := o.unclaimed(ctx)
+	t, err := o.begin(ctx, o.cfg.LockTimeout, false, func(*pgx.Batch) {})
 	if err != nil {
 		return 0, err
 	}
@@ -264,21 +276,6 @@ func (o *Operation) durably(ctx context.Context, sql string, args ...any) (int64
 		return 0, err // the statement may still take effect
 	}
 	return rows, nil
-}
-
-// limits bounds the statements of a transaction, and how long they wait for locks.
-func (o *Operation) limits(batch *pgx.Batch, lockTimeout time.Duration) {
-	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
-}
-
-// unclaimed begins a transaction that takes no key.
-func (o *Operation) unclaimed(ctx context.Context, then ...string) (*transaction, error) {
-	return o.begin(ctx, func(batch *pgx.Batch) {
-		o.limits(batch, o.cfg.LockTimeout)
-		for _, sql := range then {
-			batch.Queue(sql)
-		}
-	})
 }
 
 func millis(d time.Duration) string { return strconv.FormatInt(max(1, d.Milliseconds()), 10) }

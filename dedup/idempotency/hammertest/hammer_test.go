@@ -456,7 +456,7 @@ func (h *hammer) judge(t *testing.T) {
 		effects[e.Key] = append(effects[e.Key], e)
 	}
 	states := map[string]string{}
-	rows, err = conn.Query(t.Context(), `SELECT key, CASE WHEN state = 'finished' AND finished_at IS NULL THEN 'unanswered' ELSE state END FROM effectonce.idempotency_keys`)
+	rows, err = conn.Query(t.Context(), `SELECT key, CASE WHEN state = 'finished' AND finished_at IS NULL THEN 'without an outcome' ELSE state END FROM effectonce.idempotency_keys`)
 	require.NoError(t, err)
 	var key, state string
 	_, err = pgx.ForEachRow(rows, []any{&key, &state}, func() error { states[key] = state; return nil })

@@ -50,7 +50,7 @@ func TestActionsFitTheState(t *testing.T) {
 		{"over", "never changed", "never changed", "never changed"},
 		{"indeterminate", "keys retry", done, done},
 		{"abandoned", "keys retry", done, done},
-		{"unanswered", "keys retry", done, done},
+		{"work", "keys retry", done, done},
 	} {
 		for what, want := range map[string]string{"unlock": c.unlock, "retry": c.retry, "finish": c.finish} {
 			name := what + " " + c.state
@@ -67,7 +67,7 @@ func TestActionsFitTheState(t *testing.T) {
 			}
 			require.NoError(t, err, name)
 			assert.Equal(t, int64(7), changed.Was.LockToken)
-			if name == "retry unanswered" { // work in one transaction begins from the start
+			if name == "retry work" { // work in one transaction begins from the start
 				assert.Nil(t, changed.Now)
 				assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1", name))
 				continue
@@ -173,7 +173,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', calling_since = created_at WHERE key = 'paid'")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
 	require.NoError(t, err)
-	place2 := key(t, pool, "unanswered", "unanswered")
+	place2 := key(t, pool, "work", "work")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place2, keys.CallHappened)
 	require.ErrorAs(t, err, new(*keys.RefusedError), "it would be executed from the start")
 	assert.True(t, scalar[bool](t, pool, "SELECT called = 'pay' AND calling IS NULL AND calling_since IS NULL FROM effectonce.idempotency_keys WHERE key = 'paid'"), "its Write comes next")
@@ -273,12 +273,11 @@ func TestAnOutcomeUnderWayIsWaitedFor(t *testing.T) {
 func TestReapForgetsWhatIsOver(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	for _, state := range []string{"locked", "free", "put off", "finished", "over", "unanswered", "indeterminate", "abandoned"} {
+	for _, state := range []string{"locked", "free", "put off", "finished", "over", "work", "indeterminate", "abandoned"} {
 		key(t, pool, state, state)
 	}
 	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
 		SELECT 't', 'many', n::text, sha256('x'), 'finished', 201, CASE WHEN n <= 2500 THEN clock_timestamp() END FROM generate_series(1, 2510) n`)
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 hour' WHERE key = 'unanswered'")
 	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow, phases, expires_at)
 		SELECT 't', 'flow', n::text, sha256('x'), 'running', 'f', CASE WHEN n > 5 THEN '{begun}' ELSE '{}' END::text[], clock_timestamp() - interval '1 hour' FROM generate_series(1, 9) n`)
 	n, err := keys.Expired(t.Context(), pool, schema)
@@ -287,13 +286,10 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	var steps []int64
 	reaped, err := idempotency.Reap(t.Context(), pool, schema, func(r idempotency.Reaped) { steps = append(steps, r.Forgotten) })
 	require.NoError(t, err)
-	assert.Equal(t, idempotency.Reaped{Forgotten: 2506, Doubted: 5}, reaped)
+	assert.Equal(t, idempotency.Reaped{Forgotten: 2506, Doubted: 4}, reaped)
 	assert.Equal(t, int64(2506), steps[len(steps)-1])
 	assert.Len(t, steps, 3)
 	assert.Equal(t, 7, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
 	assert.Equal(t, 4, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'flow' AND state = 'abandoned'"), "something of them happened")
-	unanswered := find(t, pool, "unanswered")
-	assert.Equal(t, keys.Indeterminate, unanswered.State)
-	assert.False(t, unanswered.Unanswered, "it stands among those that wait")
 	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
 }

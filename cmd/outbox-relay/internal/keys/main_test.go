@@ -21,21 +21,21 @@ const schema = "effectonce"
 var ana = operator.By{Who: "ana@ops", Why: "asked the bank"}
 
 // key makes a key in a state: locked, free or put off (running), finished, over (finished, its
-// window too), indeterminate or abandoned, or unanswered (its work committed by itself). It is of
+// window too), indeterminate or abandoned, or work (in one transaction, indeterminate). It is of
 // scope t and operation charge, has done "reserve", and has asked for "secret".
 func key(t *testing.T, pool *pgxpool.Pool, name, state string) keys.Place {
 	t.Helper()
 	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, data, request, lock_token,
 			locked_until, locked_by, attempts, error, retry_at, status, body, finished_at, expires_at, flow)
-		SELECT 't', 'charge', $1, sha256('x'), CASE WHEN $2 IN ('locked', 'free', 'put off') THEN 'running' WHEN $2 IN ('over', 'unanswered') THEN 'finished' ELSE $2 END,
+		SELECT 't', 'charge', $1, sha256('x'), CASE WHEN $2 IN ('locked', 'free', 'put off') THEN 'running' WHEN $2 = 'over' THEN 'finished' WHEN $2 = 'work' THEN 'indeterminate' ELSE $2 END,
 			'{reserve}', CASE WHEN $2 = 'indeterminate' THEN 'pay' END, '{}', 'secret', 7,
 			CASE $2 WHEN 'locked' THEN clock_timestamp() + interval '1 hour' WHEN 'free' THEN clock_timestamp() - interval '1 second' END,
-			'worker-1', 3, CASE WHEN $2 NOT IN ('finished', 'over', 'unanswered') THEN 'timeout' END,
+			'worker-1', 3, CASE WHEN $2 NOT IN ('finished', 'over') THEN 'timeout' END,
 			CASE $2 WHEN 'put off' THEN clock_timestamp() + interval '1 hour' END,
 			CASE WHEN $2 IN ('finished', 'over') THEN 201 END, CASE WHEN $2 IN ('finished', 'over') THEN 'done'::bytea END,
 			CASE WHEN $2 IN ('finished', 'over') THEN clock_timestamp() END,
-			CASE $2 WHEN 'finished' THEN clock_timestamp() + interval '1 hour' WHEN 'unanswered' THEN clock_timestamp() + interval '1 hour' WHEN 'over' THEN clock_timestamp() - interval '1 hour' END,
-			CASE WHEN $2 <> 'unanswered' THEN 'charge' END`, name, state)
+			CASE $2 WHEN 'finished' THEN clock_timestamp() + interval '1 hour' WHEN 'over' THEN clock_timestamp() - interval '1 hour' END,
+			CASE WHEN $2 <> 'work' THEN 'charge' END`, name, state)
 	return keys.Place{Scope: "t", Operation: "charge", Key: name}
 }
 

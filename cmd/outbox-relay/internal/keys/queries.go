@@ -7,12 +7,8 @@ const markSQL = `pg_catalog.encode(pg_catalog.substr(sha256('\x0000000000000004'
 // stuckSQL: it is running, no worker holds it, and it is not postponed.
 const stuckSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND coalesce(k.retry_at, k.created_at) <= clock_timestamp())`
 
-// unansweredSQL: its work committed through a statement of its own, and left no outcome. The
-// library answers that it is indeterminate, and sets that state when it finds one.
-const unansweredSQL = `(k.state OPERATOR(pg_catalog.=) 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
-
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
-  CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
+  k.state, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
   k.state OPERATOR(pg_catalog.=) 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,
@@ -92,12 +88,12 @@ const finishSQL = `-- keys.finish
 UPDATE effectonce.idempotency_keys k SET state = 'finished', lock_token = k.lock_token + 1, status = $4, headers = $5, body = $6,
   body_dropped = false, sealed = false, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
   finished_at = clock_timestamp(), expires_at = clock_timestamp() + $7::interval
-` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `
+` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned')
   OR k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()))`
 
 // forgetSQL is retrySQL for work in one transaction: the next request executes it from the start.
 const forgetSQL = `-- keys.forget
-DELETE FROM effectonce.idempotency_keys k ` + this + ` AND k.flow IS NULL AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `)`
+DELETE FROM effectonce.idempotency_keys k ` + this + ` AND k.flow IS NULL AND k.state::text IN ('indeterminate', 'abandoned')`
 
 const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
@@ -106,5 +102,5 @@ VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text
 const expiredSQL = `-- keys.expired
 SELECT count(*) FROM (
   SELECT FROM effectonce.idempotency_keys k WHERE k.expires_at <= (SELECT clock_timestamp()) AND k.state::text IN ('finished', 'running')
-    AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND NOT ` + unansweredSQL + `
+    AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
     AND NOT (k.state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(k.phases) > 0 OR k.calling_since IS NOT NULL OR k.called IS NOT NULL)) LIMIT $1) bounded`

@@ -48,9 +48,6 @@ type Row struct {
 	// Mark is what logs show instead of the key.
 	Mark  string `json:"mark"`
 	State string `json:"state"`
-	// Unanswered: it is indeterminate because its work committed through a statement of its own,
-	// and left no outcome.
-	Unanswered bool `json:"unanswered"`
 	// Stuck: it is running, no worker has its lock, and it is overdue.
 	Stuck bool `json:"stuck"`
 	// The flow that claimed it; null: work in one transaction
@@ -81,7 +78,7 @@ type Row struct {
 }
 
 func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Unanswered, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
+	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
 		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
 		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
 	r.Cursor = Cursor{r.CreatedAt, r.Place}

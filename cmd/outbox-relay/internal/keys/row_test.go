@@ -229,7 +229,7 @@ func TestDocumentedClaim(t *testing.T) {
 	assert.Zero(t, tag.RowsAffected())
 	assert.Equal(t, "mismatch", answer(t, pool, "2 EUR"), "before the replay")
 	assert.Equal(t, "replay", answer(t, pool, "1 EUR"))
-	for state, want := range map[string]string{"indeterminate": "indeterminate", "unanswered": "indeterminate", "abandoned": "abandoned", "locked": "in progress", "free": "execute"} {
+	for state, want := range map[string]string{"indeterminate": "indeterminate", "work": "indeterminate", "abandoned": "abandoned", "locked": "in progress", "free": "execute"} {
 		exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
 		key(t, pool, "k", state)
 		assert.Equal(t, want, answer(t, pool, "x"), state)

@@ -125,8 +125,7 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 				case !resumed:
 					text = "topic %s was not paused for group %s\n"
 				}
-				err = terminal.Say(cmd.OutOrStdout(), text, terminal.Plain(o.topic), terminal.Plain(o.group))
-				return err
+				return terminal.Say(cmd.OutOrStdout(), text, terminal.Plain(o.topic), terminal.Plain(o.group))
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -231,9 +230,7 @@ func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bo
 		return terminal.PrintJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed, "warning": warning})
 	}
 	if !changed {
-		err := terminal.Say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
-		return err
+		return terminal.Say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
 	}
-	err := terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
-	return err
+	return terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
 }

@@ -142,8 +142,7 @@ func (r *resumeAt) printTaken(out io.Writer, p consumers.Partition, taken bool) 
 	case !taken:
 		text = "%s: no order is pending\n"
 	}
-	err := terminal.Say(out, text, p.String())
-	return err
+	return terminal.Say(out, text, p.String())
 }
 
 func printResumption(out io.Writer, r *consumers.Resumption) error {

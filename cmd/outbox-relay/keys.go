@@ -51,8 +51,7 @@ func newKeysList(s *cli.Settings) *cobra.Command {
 overdue and nothing works on it: its client does not retry, and no completer runs, or it fails.
 
 Keys appear as clients sent them (up to 36 characters in the table), to find a customer's request; they are worth
-nothing without the scope. A list of finished keys without --scope reads the whole table. With --json, each object has
-the cursor for --after.`,
+nothing without the scope. A list of finished keys without --scope reads the whole table.`,
 		Example: `  outbox-relay keys list
   outbox-relay keys list --state stuck --older-than 15m
   outbox-relay keys list --state finished --scope tenant-7 --json`,
@@ -80,11 +79,7 @@ the cursor for --after.`,
 	addPlace(flags, &filter.Scope, &filter.Operation)
 	cli.AddAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
 	cli.AddInt(flags, &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
-	cli.AddText(flags, "after", 4096, "continue behind this cursor of an earlier list", func(text string) error {
-		filter.After = &keys.Cursor{}
-		return filter.After.UnmarshalText([]byte(text))
-	})
-	cli.CommandLineOnly(flags, "state", "older-than", "after")
+	cli.CommandLineOnly(flags, "state", "older-than")
 	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }
@@ -115,10 +110,7 @@ func checkName(text string) error {
 
 // noKeys is the text for an empty list.
 func noKeys(filter keys.Filter) string {
-	switch {
-	case filter.After != nil:
-		return "no more keys"
-	case filter.States == nil && filter.Scope == nil && filter.Operation == nil && filter.OlderThan == nil:
+	if filter.States == nil && filter.Scope == nil && filter.Operation == nil && filter.OlderThan == nil {
 		return "no unfinished keys: --state finished lists the others"
 	}
 	return "no keys match"
@@ -153,11 +145,7 @@ func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
 	if err := terminal.PrintTable(out, text.String()); err != nil || !more {
 		return err
 	}
-	cursor, err := rows[len(rows)-1].Cursor.MarshalText()
-	if err == nil {
-		err = terminal.Say(out, "there are more: --%s shows more at once, --after %s continues\n", flagLimit, cursor)
-	}
-	return err
+	return terminal.Say(out, "the newest %d: --%s shows more\n", limit, flagLimit)
 }
 
 // stateOf is the state, and who acts next.

@@ -28,41 +28,45 @@ type changedKey struct {
 	*keys.Changed
 }
 
+// keyAct holds the argument and the flags of a command that changes a key.
+type keyAct struct {
+	theKey
+	by     operator.By
+	asJSON bool
+}
+
 // newKeyAct makes cmd change one key.
-func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string) *cobra.Command {
-	var k theKey
-	var by operator.By
-	var asJSON bool
-	k.on(cmd)
-	addBy(cmd, &by, &asJSON, "reason; required")
+func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string) *cobra.Command {
+	a.on(cmd)
+	addBy(cmd, &a.by, &a.asJSON, "reason; required")
 	s.Check(cmd, func() error {
-		if by.Why == "" {
+		if a.by.Why == "" {
 			return errors.New("--why is missing: say how you know")
 		}
 		return nil
 	})
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		sign(&by)
+		sign(&a.by)
 		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-			row, err := k.one(ctx, pool, s.Schema)
+			row, err := a.one(ctx, pool, s.Schema)
 			if err != nil {
 				return err
 			}
-			changed, err := act(ctx, pool, by, row.Place)
+			changed, err := act(ctx, pool, row.Place)
 			if err != nil {
 				return err
 			}
-			if asJSON {
+			if a.asJSON {
 				return terminal.PrintJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
 			}
-			err = terminal.Say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
-			return err
+			return terminal.Say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
 }
 
 func newKeysUnlock(s *cli.Settings) *cobra.Command {
+	a := &keyAct{}
 	return newKeyAct(s, &cobra.Command{
 		Use:   "unlock KEY",
 		Short: "End the lock of a running key now",
@@ -70,47 +74,9 @@ func newKeysUnlock(s *cli.Settings) *cobra.Command {
 completer, continues from the recovery point. If a foreign call that must not be made twice was under way, the key then
 becomes indeterminate: see "keys show". The lock of a dead holder expires by itself. Unlocks are recorded.`,
 		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
-	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
-		return keys.Unlock(ctx, pool, s.Schema, by, place)
+	}, a, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
+		return keys.Unlock(ctx, pool, s.Schema, a.by, place)
 	}, unlocked)
-}
-
-func newKeysRetry(s *cli.Settings) *cobra.Command {
-	var didNotHappen, happened bool
-	cmd := &cobra.Command{
-		Use:   "retry KEY",
-		Short: "Let an indeterminate or abandoned key continue",
-		Long: `Let an indeterminate or abandoned key continue, from its recovery point, with the next request or by the completer.
-
-A foreign call that must not be made twice, but may have been made ("calling" in "keys show"), is a person's decision.
-First ask the foreign system, by the child ID of "keys show". If it did not act, --call-did-not-happen makes the call
-again; the answer "unknown" only counts once the call cannot be on its way any more. If it acted, --call-happened
-continues behind the call, with what its phase writes and the phases after it: they see what was stored before the
-call, and nothing of its answer. A repeatable call is made again while it is younger than its phase's CallAgainMax;
---call-did-not-happen restarts its age. Retries are recorded.`,
-		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
-  outbox-relay keys retry order-4128 --call-happened --why "the bank's statement has it, ticket 88"
-  outbox-relay keys retry order-4131 --why "the stock service works again"`,
-	}
-	cli.AddBool(cmd.Flags(), &didNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
-	cli.AddBool(cmd.Flags(), &happened, "call-happened", "the foreign system was asked, and it acted")
-	cli.CommandLineOnly(cmd.Flags(), "call-did-not-happen", "call-happened")
-	s.Check(cmd, func() error {
-		if didNotHappen && happened {
-			return errors.New("give --call-did-not-happen or --call-happened, not both")
-		}
-		return nil
-	})
-	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
-		call := keys.CallUnknown
-		switch {
-		case didNotHappen:
-			call = keys.CallDidNotHappen
-		case happened:
-			call = keys.CallHappened
-		}
-		return keys.Retry(ctx, pool, s.Schema, by, place, call)
-	}, func(changed *keys.Changed) string { return retried(changed, happened) })
 }
 
 // bodyMax is the largest outcome that package idempotency stores.
@@ -126,7 +92,7 @@ type finishing struct {
 }
 
 func newKeysFinish(s *cli.Settings) *cobra.Command {
-	f := &finishing{status: -1, headers: headerFlag{}}
+	a, f := &keyAct{}, &finishing{status: -1, headers: headerFlag{}}
 	cmd := &cobra.Command{
 		Use:   "finish KEY",
 		Short: "Store the outcome of a key: every request with it gets that",
@@ -165,7 +131,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 	})
 	cli.AddBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
 	cli.CommandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
-	newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
+	newKeyAct(s, cmd, a, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
 		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
 		if f.forever {
 			outcome.Window = nil
@@ -174,7 +140,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 		if outcome.Body, err = f.body(cmd.InOrStdin()); err != nil {
 			return nil, err
 		}
-		return keys.Finish(ctx, pool, s.Schema, by, place, outcome)
+		return keys.Finish(ctx, pool, s.Schema, a.by, place, outcome)
 	}, f.said)
 	s.Check(cmd, f.Validate)
 	return cmd

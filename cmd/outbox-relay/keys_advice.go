@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -63,8 +62,7 @@ func adviceOnCall(r keys.Row) (what, do string) {
 // soon warns of asking too early: the foreign system does not know a call that is still on its way
 // to it.
 func soon(r keys.Row) string {
-	now := r.CreatedAt.Add(time.Duration(r.AgeSeconds * float64(time.Second)))
-	if r.State != keys.Indeterminate || r.RetryAt == nil || !r.RetryAt.After(now) {
+	if !r.OnItsWay() {
 		return ""
 	}
 	return "not before " + utc(r.RetryAt, "") + ", since the call may still be on its way:\n"

@@ -10,7 +10,6 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
@@ -19,7 +18,7 @@ import (
 const reapMax = time.Hour
 
 func newKeysReap(s *cli.Settings) *cobra.Command {
-	var dryRun, asJSON bool
+	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "reap",
 		Short: "Forget keys whose window is over",
@@ -28,20 +27,13 @@ again. Unfinished keys stay while something can finish them. One whose request i
 it happened, and else becomes abandoned.
 
 Programs with Flow.Run or Operation.Run do this by themselves. Where none does, run it every hour. It is not recorded.`,
-		Example: `  outbox-relay keys reap --dry-run
+		Example: `  outbox-relay keys reap
   outbox-relay keys reap --json`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), reapMax)
 			defer cancel()
-			return s.WithTables(ctx, !dryRun, func(ctx context.Context, conn *pgx.Conn) error {
-				if dryRun {
-					n, err := keys.Expired(ctx, conn, s.Schema)
-					if err != nil {
-						return err
-					}
-					return printReaped(cmd, idempotency.Reaped{Forgotten: n}, true, asJSON)
-				}
+			return s.WithTables(ctx, true, func(ctx context.Context, conn *pgx.Conn) error {
 				screen := terminal.NewScreen(cmd.ErrOrStderr())
 				reaped, err := idempotency.Reap(ctx, conn, s.Schema, func(r idempotency.Reaped) {
 					if screen.Overwrites() {
@@ -50,33 +42,25 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 				})
 				screen.End()
 				// Print it also after an error: keys are already forgotten then.
-				if said := printReaped(cmd, reaped, false, asJSON); err == nil {
+				if said := printReaped(cmd, reaped, asJSON); err == nil {
 					err = said
 				}
 				return err
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddBool(cmd.Flags(), &dryRun, "dry-run", "only count the keys")
-	cli.CommandLineOnly(cmd.Flags(), "dry-run")
 	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
-func printReaped(cmd *cobra.Command, reaped idempotency.Reaped, dryRun, asJSON bool) error {
+func printReaped(cmd *cobra.Command, reaped idempotency.Reaped, asJSON bool) error {
 	n := reaped.Forgotten
 	if asJSON {
-		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "undecided": reaped.Doubted, "dry_run": dryRun})
+		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "undecided": reaped.Doubted})
 	}
 	text := human.Count(n, "key") + " forgotten"
-	switch {
-	case dryRun && n == keys.ExpiredMax:
-		text = "at least " + human.Count(n, "key") + " would be forgotten; nothing was done (--dry-run)"
-	case dryRun:
-		text = human.Count(n, "key") + " would be forgotten; nothing was done (--dry-run)"
-	case reaped.Doubted > 0:
+	if reaped.Doubted > 0 {
 		text += fmt.Sprintf("; %d need a decision now: \"outbox-relay keys list\"", reaped.Doubted)
 	}
-	err := terminal.Say(cmd.OutOrStdout(), "%s\n", text)
-	return err
+	return terminal.Say(cmd.OutOrStdout(), "%s\n", text)
 }

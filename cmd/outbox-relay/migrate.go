@@ -43,8 +43,7 @@ func (m migrated) print(out io.Writer, asJSON bool) error {
 	if m.From == m.To {
 		text = fmt.Sprintf("schema %s: version %d, nothing to do", m.Schema, m.To)
 	}
-	err := terminal.Say(out, "%s\n", text)
-	return err
+	return terminal.Say(out, "%s\n", text)
 }
 
 func newMigrateUp(s *cli.Settings) *cobra.Command {

@@ -108,8 +108,7 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 				if asJSON {
 					return terminal.PrintJSON(cmd.OutOrStdout(), gone)
 				}
-				err = terminal.Say(cmd.OutOrStdout(), "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
-				return err
+				return terminal.Say(cmd.OutOrStdout(), "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
 			})
 		},
 	}, cli.FlagDatabaseURL)

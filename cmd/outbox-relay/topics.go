@@ -187,8 +187,7 @@ func newTopicsResume(s *cli.Settings) *cobra.Command {
 				if c.asJSON {
 					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"resumed": append([]string{}, changed...)})
 				}
-				err = terminal.Say(cmd.OutOrStdout(), "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
-				return err
+				return terminal.Say(cmd.OutOrStdout(), "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
 			})
 		},
 	}, cli.FlagDatabaseURL)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
@@ -51,11 +52,56 @@ const (
 // (Row.Calling), Retry is refused for CallUnknown, and without one for CallHappened. Errors are as in
 // Unlock.
 func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, call Call) (*Changed, error) {
+	return retry(call, nil).act(ctx, db, schema, by, place)
+}
+
+func retry(call Call, token *int64) change {
 	return change{
 		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
 		args: []any{call == CallDidNotHappen, call == CallHappened}, forgets: call != CallHappened,
-		note: map[string]any{"call_did_not_happen": call == CallDidNotHappen, "call_happened": call == CallHappened},
-	}.act(ctx, db, schema, by, place)
+		note:  map[string]any{"call_did_not_happen": call == CallDidNotHappen, "call_happened": call == CallHappened},
+		token: token,
+	}
+}
+
+// Report is what RetryAll did.
+type Report struct {
+	Done int    `json:"done"`
+	Left []Left `json:"left"`
+}
+
+// Left is a key that RetryAll left alone.
+type Left struct {
+	Place
+	Why string `json:"why"`
+}
+
+// RetryMax bounds how many keys RetryAll handles.
+const RetryMax = 100_000
+
+// RetryAll is Retry for all keys that match, the newest first, each in a transaction of its own. A key is
+// decided as it is listed: one that changed since then is left alone, and so is one whose call may still
+// be on its way. After an error, the report says what was done.
+func RetryAll(ctx context.Context, db *pgxpool.Pool, schema string, by operator.By, filter Filter, call Call, progress func(done int)) (*Report, error) {
+	report := &Report{Left: []Left{}}
+	rows, err := List(ctx, db, schema, filter, RetryMax)
+	for _, r := range rows {
+		if call != CallUnknown && r.OnItsWay() {
+			report.Left = append(report.Left, Left{r.Place, "its call may be on its way until " + r.RetryAt.UTC().Format(time.RFC3339)})
+			continue
+		}
+		var refused *RefusedError
+		switch _, err := retry(call, &r.LockToken).act(ctx, db, schema, by, r.Place); {
+		case err == nil:
+			report.Done++
+		case errors.As(err, &refused):
+			report.Left = append(report.Left, Left{r.Place, refused.Remedy})
+		case !errors.Is(err, ErrNotFound):
+			return report, err
+		}
+		progress(report.Done)
+	}
+	return report, err
 }
 
 // Finish records that the request of a key happened, or never will. Every later request with the
@@ -78,6 +124,7 @@ type change struct {
 	sql     string // Place's columns, then args
 	args    []any
 	forgets bool             // a key of work in one transaction
+	token   *int64           // the key's lock token, which changes with each decision; nil: any
 	note    map[string]any   // recorded in addition to the key's state
 	remedy  func(Row) string // for a key that sql does not change
 }
@@ -89,6 +136,9 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 	err := operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) (err error) {
 		if was, err = lock(ctx, tx, schema, place); err != nil {
 			return err
+		}
+		if c.token != nil && was.LockToken != *c.token {
+			return &RefusedError{was, "it changed meanwhile"}
 		}
 		sql, args := c.sql, append([]any{place.Scope, place.Operation, place.Key}, c.args...)
 		if c.forgets && was.Flow == nil {

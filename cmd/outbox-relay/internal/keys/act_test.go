@@ -280,9 +280,6 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 		SELECT 't', 'many', n::text, sha256('x'), 'finished', 201, CASE WHEN n <= 2500 THEN clock_timestamp() END FROM generate_series(1, 2510) n`)
 	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow, phases, expires_at)
 		SELECT 't', 'flow', n::text, sha256('x'), 'running', 'f', CASE WHEN n > 5 THEN '{begun}' ELSE '{}' END::text[], clock_timestamp() - interval '1 hour' FROM generate_series(1, 9) n`)
-	n, err := keys.Expired(t.Context(), pool, schema)
-	require.NoError(t, err)
-	assert.Equal(t, int64(2506), n)
 	var steps []int64
 	reaped, err := idempotency.Reap(t.Context(), pool, schema, func(r idempotency.Reaped) { steps = append(steps, r.Forgotten) })
 	require.NoError(t, err)
@@ -292,4 +289,41 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	assert.Equal(t, 7, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
 	assert.Equal(t, 4, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'flow' AND state = 'abandoned'"), "something of them happened")
 	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
+}
+
+// Property: keys are retried together only as each could be alone, of one operation, and once each: what
+// came in doubt again, changed, or may be on its way, is left alone, with the reason.
+func TestRetryAll(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, lock_token, created_at)
+		SELECT 't', 'charge', n::text, sha256('x'), CASE WHEN n % 2 = 0 THEN 'abandoned' ELSE 'indeterminate' END, '{}', 'charge', CASE WHEN n % 2 = 1 THEN 'pay' END, 7, clock_timestamp() - n * interval '1 s'
+		FROM generate_series(1, 1202) n`)
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow) VALUES ('t', 'other', 'not meant', sha256('x'), 'abandoned', 'f')`)
+	exec(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 minute' WHERE key = '3'`)
+	operation := "charge"
+	all := func(call keys.Call, progress func(int)) *keys.Report {
+		report, err := keys.RetryAll(t.Context(), pool, schema, ana, keys.Filter{Operation: &operation, States: []string{keys.Indeterminate, keys.Abandoned}}, call, progress)
+		require.NoError(t, err)
+		return report
+	}
+	report := all(keys.CallUnknown, func(int) {})
+	assert.Equal(t, 601, report.Done)
+	require.Len(t, report.Left, 601)
+	assert.Contains(t, report.Left[0].Why, "must not be made twice")
+	changed := false
+	report = all(keys.CallHappened, func(done int) {
+		if done == 1 {
+			exec(t, pool, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = '5'`) // decided, and in doubt again
+			changed = true
+		}
+	})
+	assert.True(t, changed)
+	assert.Equal(t, 599, report.Done)
+	require.Len(t, report.Left, 2)
+	assert.Contains(t, report.Left[0].Why, "may be on its way until")
+	assert.Contains(t, report.Left[1].Why, "it changed meanwhile")
+	assert.Equal(t, 1202-2, scalar[int](t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge' AND state = 'running'`))
+	assert.Equal(t, 1200, scalar[int](t, pool, `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'key.retry'`))
+	assert.Equal(t, "abandoned", find(t, pool, "not meant").State)
 }

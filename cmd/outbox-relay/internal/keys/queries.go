@@ -16,8 +16,7 @@ const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
 FROM effectonce.idempotency_keys k`
 
 const filters = ` AND (NOT $2::bool OR ` + stuckSQL + `) AND ($3::text IS NULL OR k.scope OPERATOR(pg_catalog.=) $3) AND ($4::text IS NULL OR k.operation OPERATOR(pg_catalog.=) $4)
-  AND ($5::interval IS NULL OR k.created_at <= clock_timestamp() - $5)
-  AND ($6::timestamptz IS NULL OR (k.created_at, k.scope, k.operation, k.key) OPERATOR(pg_catalog.<) ($6, $7::text, $8::text, $9::text))`
+  AND ($5::interval IS NULL OR k.created_at <= clock_timestamp() - $5)`
 
 // listSQL has a branch for each state or two, so that the partial indexes find keys that are not
 // finished.
@@ -28,7 +27,7 @@ SELECT * FROM (
   SELECT ` + columns + ` WHERE k.state::text IN ('indeterminate', 'abandoned') AND k.state OPERATOR(pg_catalog.=) ANY ($1::text[])` + filters + `
   UNION ALL
   SELECT ` + columns + ` WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND 'finished' = ANY ($1::text[])` + filters + `
-) found ORDER BY created_at DESC, scope DESC, operation DESC, key DESC LIMIT $10`
+) found ORDER BY created_at DESC, scope DESC, operation DESC, key DESC LIMIT $6`
 
 const named = ` AND ($2::text IS NULL OR k.scope OPERATOR(pg_catalog.=) $2) AND ($3::text IS NULL OR k.operation OPERATOR(pg_catalog.=) $3)`
 
@@ -98,9 +97,3 @@ DELETE FROM effectonce.idempotency_keys k ` + this + ` AND k.flow IS NULL AND k.
 const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', pg_catalog.encode(sha256(pg_catalog.convert_to($3::text, 'UTF8')), 'hex')))`
-
-const expiredSQL = `-- keys.expired
-SELECT count(*) FROM (
-  SELECT FROM effectonce.idempotency_keys k WHERE k.expires_at <= (SELECT clock_timestamp()) AND k.state::text IN ('finished', 'running')
-    AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
-    AND NOT (k.state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(k.phases) > 0 OR k.calling_since IS NOT NULL OR k.called IS NOT NULL)) LIMIT $1) bounded`

@@ -2,8 +2,6 @@ package keys
 
 import (
 	"context"
-	"encoding/base64"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
@@ -73,44 +71,19 @@ type Row struct {
 	AgeSeconds   float64    `json:"age_seconds"` // since CreatedAt, by the database's clock
 	FinishedAt   *time.Time `json:"finished_at"`
 	ExpiresAt    *time.Time `json:"expires_at"`
-	// Cursor is the place after which List continues.
-	Cursor Cursor `json:"cursor"`
+}
+
+// OnItsWay reports whether the call in doubt may not have reached the foreign system yet.
+func (r Row) OnItsWay() bool {
+	now := r.CreatedAt.Add(time.Duration(r.AgeSeconds * float64(time.Second)))
+	return r.State == Indeterminate && r.RetryAt != nil && r.RetryAt.After(now)
 }
 
 func scanRow(row pgx.CollectableRow) (r Row, err error) {
 	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
 		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
 		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
-	r.Cursor = Cursor{r.CreatedAt, r.Place}
 	return r, err
-}
-
-// Cursor is where a page ended. Its text is opaque.
-type Cursor struct {
-	created time.Time
-	place   Place
-}
-
-// MarshalText is part of encoding.TextMarshaler.
-func (c Cursor) MarshalText() ([]byte, error) {
-	text, err := json.Marshal([]any{c.created.UnixMicro(), c.place.Scope, c.place.Operation, c.place.Key})
-	return []byte(base64.RawURLEncoding.EncodeToString(text)), err
-}
-
-// UnmarshalText is part of encoding.TextUnmarshaler.
-func (c *Cursor) UnmarshalText(text []byte) error {
-	wrong := errors.New("want the cursor with which an earlier list ended")
-	plain, err := base64.RawURLEncoding.DecodeString(string(text))
-	if err != nil {
-		return wrong
-	}
-	var micros int64
-	fields := []any{&micros, &c.place.Scope, &c.place.Operation, &c.place.Key}
-	if err := json.Unmarshal(plain, &fields); err != nil || len(fields) != 4 {
-		return wrong
-	}
-	c.created = time.UnixMicro(micros)
-	return nil
 }
 
 // Filter selects keys; a nil field does not filter.
@@ -119,7 +92,6 @@ type Filter struct {
 	States           []string
 	Scope, Operation *string
 	OlderThan        *time.Duration // since created_at
-	After            *Cursor
 }
 
 func (f Filter) args(limit int) []any {
@@ -130,12 +102,7 @@ func (f Filter) args(limit int) []any {
 	case len(states) == 1 && states[0] == Stuck:
 		states, stuck = []string{Running}, true
 	}
-	args := []any{states, stuck, f.Scope, f.Operation, f.OlderThan, nil, "", "", "", limit}
-	if f.After != nil {
-		p := f.After.place
-		args[5], args[6], args[7], args[8] = f.After.created, p.Scope, p.Operation, p.Key
-	}
-	return args
+	return []any{states, stuck, f.Scope, f.Operation, f.OlderThan, limit}
 }
 
 // List returns keys, the newest first.

@@ -9,7 +9,7 @@ SET search_path = pg_catalog, pg_temp;
 -- What holds for values is said by types: a CHECK of the table would be parsed for each INSERT and UPDATE, on the path
 -- of each request. Names are compared byte by byte.
 CREATE DOMAIN effectonce.key_name AS varchar(255) COLLATE "C" CONSTRAINT is_empty CHECK (VALUE <> '');
-CREATE DOMAIN effectonce.key_fingerprint AS bytea CONSTRAINT is_no_sha256 CHECK (octet_length(VALUE) = 32);
+CREATE DOMAIN effectonce.key_fingerprint AS bytea CONSTRAINT is_no_hash CHECK (octet_length(VALUE) BETWEEN 32 AND 400);
 CREATE DOMAIN effectonce.key_state AS text CONSTRAINT is_no_state CHECK (VALUE IN ('running', 'finished', 'indeterminate', 'abandoned'));
 CREATE DOMAIN effectonce.key_status AS smallint CONSTRAINT is_no_status CHECK (VALUE BETWEEN 0 AND 999);
 
@@ -17,7 +17,7 @@ CREATE TABLE effectonce.idempotency_keys (
   scope          effectonce.key_name NOT NULL,       -- the tenant
   operation      effectonce.key_name NOT NULL,
   key            effectonce.key_name NOT NULL,
-  fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for; 32 zero bytes: there is none
+  fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for, 32 zero bytes: there is none; longer: a keyed hash
   -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
   -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
   -- decides. abandoned: it was tried for long enough: a person decides. Where a program does not know the recovery point, the

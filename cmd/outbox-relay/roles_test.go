@@ -120,7 +120,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"parked list", "parked show " + idPrefix + "1", "parked retry --reason failed", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --yes --why test", "actions list", "prune --dry-run",
 		"keys list", "keys show in-doubt --payload", "keys retry in-doubt --call-did-not-happen --why test", "keys finish given-up --status 201 --forever --why test",
-		"keys unlock locked --why test", "keys reap --dry-run", "keys reap",
+		"keys unlock locked --why test", "keys retry --all --operation charge --why test --yes", "keys reap",
 		"relays list", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test --wait 0s", "topics list", "topics resume orders --why test",
 		"consumer pause --group billing --topic orders --why test", "consumer resume --group billing --topic orders", "consumer id-rule",
 		"consumer resume-at --group billing --topic orders --partition 0 --at latest --why test", "consumer resume-at --group billing --topic orders --partition 0 --cancel --why test",

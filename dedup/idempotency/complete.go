@@ -149,20 +149,12 @@ func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 
 // complete starts to resume a page of flows, and reports the result of each.
 func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report func(finished bool, err error)) error {
-	type found struct {
-		Scope, Key  string
-		Fingerprint []byte
-	}
-	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.abandoned, f.op.cfg.Operation, max(completeMax, f.cfg.AtOnceMax), f.cfg.Name)
+	page, err := f.page(ctx, f.op.sql.flow.abandoned, max(completeMax, f.cfg.AtOnceMax))
 	if err != nil {
-		return fmt.Errorf("look for abandoned keys: %w", err)
+		return err
 	}
-	keys, err := pgx.CollectRows(rows, pgx.RowToStructByPos[found])
-	if err != nil {
-		return fmt.Errorf("look for abandoned keys: %w", err)
-	}
-	for _, k := range keys {
-		key := Key{Scope: k.Scope, Operation: f.op.cfg.Operation, Value: k.Key, Fingerprint: Fingerprint(k.Fingerprint)}
+	for _, due := range page {
+		key := f.key(due)
 		if !begin(ctx, f.completing, group, func() {
 			done, err := f.resume(ctx, key)
 			if errors.Is(err, ErrInProgress) {
@@ -179,6 +171,24 @@ func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report fu
 	return nil
 }
 
+// due is a key of a work list.
+type due struct {
+	Scope, Value string
+	Created      time.Time
+	Error        *string
+}
+
+func (f *Flow[S]) key(d due) Key { return Key{d.Scope, f.op.cfg.Operation, d.Value, Fingerprint{}} }
+
+// page reads a work list of the flow.
+func (f *Flow[S]) page(ctx context.Context, sql string, args ...any) ([]due, error) {
+	rows, err := f.op.pool.Query(ctx, sql, append([]any{f.op.cfg.Operation, f.cfg.Name}, args...)...)
+	if err != nil {
+		return nil, fmt.Errorf("look for keys: %w", err)
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[due])
+}
+
 // resume continues one flow with the stored request.
 func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	o := f.op
@@ -189,7 +199,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if s.state != running || s.locked || s.putOff > 0 { // another worker changed the key after the page was read
 		return false, nil
 	}
-	h, _, err := f.takeOver(ctx, key, s, s.request)
+	h, err := f.takeOver(ctx, key, s, s.request)
 	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
@@ -223,8 +233,7 @@ func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) er
 	h := newHolder(f.op, key, s, time.Now())
 	var why *string
 	if cause != nil {
-		known := text(cause)
-		why = &known
+		why = new(text(cause))
 	}
 	if _, err := h.update(ctx, f.op.sql.flow.leave, why, f.cfg.RetryAfter); err != nil {
 		return fmt.Errorf("put %v off: %w", key, err)
@@ -288,27 +297,24 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	var group sync.WaitGroup
 	var mu sync.Mutex
 	var problems []error
-	report := func(ok bool, key Key, err error) {
-		mu.Lock()
-		defer mu.Unlock()
-		if ok {
-			decided++
-		}
-		if err != nil {
-			problems = append(problems, fmt.Errorf("reconcile %v: %w", key, err))
-		}
-	}
-	var last undecidedRow
+	var last due
 	for ctx.Err() == nil {
-		var page []undecidedRow
-		if page, err = f.undecidedKeys(ctx, last.since, last.key.Scope, last.key.Value); err != nil {
+		var page []due
+		if page, err = f.page(ctx, f.op.sql.flow.undecidedKeys, last.Created, last.Scope, last.Value, reconcileMax); err != nil {
 			break
 		}
 		for _, last = range page {
 			u := last
 			if !begin(ctx, f.reconciling, &group, func() {
 				ok, err := f.decide(ctx, u)
-				report(ok, u.key, err)
+				mu.Lock()
+				defer mu.Unlock()
+				if ok {
+					decided++
+				}
+				if err != nil {
+					problems = append(problems, fmt.Errorf("reconcile %v: %w", f.key(u), err))
+				}
 			}) {
 				break
 			}
@@ -321,50 +327,30 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	return decided, errors.Join(append(problems, err)...)
 }
 
-// undecidedRow is a row that undecidedKeysSQL returns.
-type undecidedRow struct {
-	key   Key
-	at    stored
-	error *string
-	since time.Time
-}
-
-func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, value string) ([]undecidedRow, error) {
-	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax, f.cfg.Name)
-	if err != nil {
-		return nil, fmt.Errorf("look for undecided keys: %w", err)
+// decide asks about one key, and carries out the decision, unless another process decided in between.
+func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
+	key := f.key(u)
+	s, err := read(f.op.pool.QueryRow(ctx, f.op.sql.look, key.Scope, key.Operation, key.Value))
+	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 {
+		return false, err
 	}
-	found, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (undecidedRow, error) {
-		u := undecidedRow{key: Key{Operation: f.op.cfg.Operation}}
-		var fingerprint []byte
-		err := row.Scan(&u.key.Scope, &u.key.Value, &fingerprint, &u.at.token, &u.at.phases, &u.at.calling, &u.at.data, &u.at.request, &u.at.sealed, &u.error, &u.since)
-		copy(u.key.Fingerprint[:], fingerprint)
-		return u, err
-	})
-	if err != nil {
-		return nil, fmt.Errorf("look for undecided keys: %w", err)
-	}
-	return found, nil
-}
-
-func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
-	if !f.knows(&u.at) {
+	if !f.knows(s) {
 		inDoubt := ""
-		if u.at.calling != nil {
-			inDoubt = *u.at.calling
+		if s.calling != nil {
+			inDoubt = *s.calling
 		}
-		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, inDoubt, f.names)
-		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, s.phases, inDoubt, f.names)
+		return false, errors.Join(err, f.leave(ctx, key, s, nil))
 	}
-	if _, runs := f.left.Load(name{u.key.Scope, u.key.Value}); runs {
-		return false, f.leave(ctx, u.key, &u.at, nil)
+	if _, runs := f.left.Load(name{key.Scope, key.Value}); runs {
+		return false, f.leave(ctx, key, s, nil)
 	}
-	phase := f.phases[len(u.at.phases)]
-	asked := UndecidedKey[S]{Key: u.key, Phase: phase.Name, Since: u.since}
-	if u.error != nil {
-		asked.Error = *u.error
+	phase := f.phases[len(s.phases)]
+	asked := UndecidedKey[S]{Key: key, Phase: phase.Name, Since: u.Created}
+	if u.Error != nil {
+		asked.Error = *u.Error
 	}
-	data, err := f.op.open(u.key, "data", u.at.data, u.at.sealed)
+	data, err := f.op.open(key, "data", s.data, s.sealed)
 	if err != nil {
 		return false, err
 	}
@@ -373,29 +359,29 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 			return false, fmt.Errorf("read what its phases stored: %w", err)
 		}
 	}
-	if asked.Request, err = f.op.open(u.key, "request", u.at.request, u.at.sealed); err != nil {
+	if asked.Request, err = f.op.open(key, "request", s.request, s.sealed); err != nil {
 		return false, err
 	}
 	decision, err := f.ask(ctx, asked)
 	if errors.Is(err, errLeftBehind) {
-		err = errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+		err = errors.Join(err, f.leave(ctx, key, s, nil))
 	}
 	if err = errors.Join(err, decision.err); err != nil {
 		return false, err
 	}
-	last := len(u.at.phases) == len(f.phases)-1
+	last := len(s.phases) == len(f.phases)-1
 	switch {
 	case !decision.continues && decision.outcome == nil:
-		return false, f.leave(ctx, u.key, &u.at, nil)
+		return false, f.leave(ctx, key, s, nil)
 	case decision.outcome != nil && (!last || phase.Write != nil):
 		err = fmt.Errorf("the reconciler returned Happened for phase %q: its Write, or later phases, would be left out: return UndecidedKey.Continue", phase.Name)
 	case decision.state != nil && last && phase.Write == nil:
 		err = fmt.Errorf("the reconciler returned Continue for phase %q, which is the last one and has no Write that could finish the flow: return Happened", phase.Name)
 	}
 	if err != nil {
-		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+		return false, errors.Join(err, f.leave(ctx, key, s, nil))
 	}
-	return f.carryOut(ctx, u, phase.Name, decision)
+	return f.carryOut(ctx, key, s, phase.Name, decision)
 }
 
 // ask calls the reconciler, bounded by CallMax like a call.
@@ -418,11 +404,10 @@ func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision 
 	return own, err
 }
 
-// carryOut returns the key to its phases, or finishes it, unless another process decided in
-// between.
-func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, phase string, decision Decision) (bool, error) {
+// carryOut returns the key to its phases, or finishes it.
+func (f *Flow[S]) carryOut(ctx context.Context, key Key, s *stored, phase string, decision Decision) (bool, error) {
 	o := f.op
-	data, err := o.seal(u.key, "data", decision.state, u.at.sealed)
+	data, err := o.seal(key, "data", decision.state, s.sealed)
 	if err != nil {
 		return false, err
 	}
@@ -435,19 +420,19 @@ func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, phase string, de
 		return false, err
 	}
 	defer t.end(ctx)
-	tag, err := t.pooled.Exec(ctx, o.sql.flow.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token, called, data, o.window())
+	tag, err := t.pooled.Exec(ctx, o.sql.flow.decided, key.Scope, key.Operation, key.Value, s.token, called, data, o.window())
 	if err != nil || tag.RowsAffected() == 0 {
 		return false, err
 	}
 	var out outcome
 	if decision.outcome != nil {
-		if out, err = o.outcome(u.key, *decision.outcome, u.at.sealed); err != nil {
+		if out, err = o.outcome(key, *decision.outcome, s.sealed); err != nil {
 			return false, err
 		}
 	}
 	err = t.commit(ctx, func(batch *pgx.Batch) {
 		if decision.outcome != nil {
-			batch.Queue(o.sql.flow.finish, u.key.Scope, u.key.Operation, u.key.Value, u.at.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
+			batch.Queue(o.sql.flow.finish, key.Scope, key.Operation, key.Value, s.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
 		}
 	})
 	return err == nil, err

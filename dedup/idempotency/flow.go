@@ -105,7 +105,7 @@ type Phase[S any] struct {
 
 // Step is the input and output of a phase.
 type Step[S any] struct {
-	// Key of the request.
+	// Key of the request, without its Fingerprint, which a completer does not know.
 	Key Key
 	// State is what was stored with the last recovery point. Changes by Call and Write are stored
 	// with the next one.
@@ -232,9 +232,13 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	if err != nil {
 		return nil, Response{}, err
 	}
+	fingerprint, err := o.fingerprint(key)
+	if err != nil {
+		return nil, Response{}, err
+	}
 	for range claimsMax {
 		asked := time.Now()
-		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window()))
+		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window()))
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // another request committed the key while the insert waited; above read committed that is an error
@@ -244,9 +248,11 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			s.sealed = sealed
 			return newHolder(o, key, s, asked), Response{}, nil
 		}
-		h, response, err := f.takeOver(ctx, key, s, request)
-		if h != nil || err != nil || response.Replayed {
-			return h, response, err
+		if response, ok, err := o.answer(key, s); ok {
+			return nil, response, err
+		}
+		if h, err := f.takeOver(ctx, key, s, request); h != nil || err != nil {
+			return h, Response{}, err
 		}
 	}
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // the key keeps changing
@@ -261,18 +267,15 @@ func (f *Flow[S]) kept(key Key, request []byte, sealed bool) ([]byte, error) {
 }
 
 // takeOver takes over a key that no worker holds. It returns nothing if another worker was faster.
-func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []byte) (*holder, Response, error) {
+func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []byte) (*holder, error) {
 	o := f.op
-	if response, ok, err := o.answer(key, s); ok {
-		return nil, response, err
-	}
 	if s.flow != nil && *s.flow != f.cfg.Name {
-		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
+		return nil, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
 	}
 	if !f.knows(s) {
 		o.cfg.Logger.ErrorContext(ctx, "a key has completed phases that this program does not know; no phase runs until a program that knows them, or a person, finishes the key",
 			"key", key, "done", s.phases, "known", f.names)
-		return nil, Response{}, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
+		return nil, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
 	}
 	// If a call may have been made, the key is in doubt some time, however old it is.
 	if !s.asked && s.idle > f.cfg.GiveUpAfter {
@@ -280,38 +283,38 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 		if mine || err != nil {
 			err = errors.Join(ErrAbandoned, err)
 		}
-		return nil, Response{}, err
+		return nil, err
 	}
 	// A client that retries in a tight loop must not use the attempts up within seconds.
 	if s.putOff > 0 && s.attempts >= attemptsFree {
-		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
+		return nil, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
 	kept, err := f.kept(key, request, s.sealed)
 	if err != nil {
-		return nil, Response{}, err
+		return nil, err
 	}
 	h, age := newHolder(o, key, s, time.Now()), (*float64)(nil)
-	err = o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name, kept, o.window(), s.called).
+	err = o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, s.fingerprint, s.phases, s.calling, f.cfg.Name, kept, o.window(), s.called).
 		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &age)
 	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
-		return nil, Response{}, nil
+		return nil, nil
 	}
 	if err != nil {
-		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
+		return nil, fmt.Errorf("take over %v: %w", key, err)
 	}
 	s.token++
 	if age != nil {
 		h.since = time.Now().Add(-time.Duration(*age * float64(time.Second)))
 	}
 	if s.calling == nil {
-		return h, Response{}, nil
+		return h, nil
 	}
 	// The previous holder died during a call that must not be repeated.
 	mine, err := h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling), f.cfg.CallMax)
 	if mine || err != nil {
 		err = errors.Join(ErrIndeterminate, err)
 	}
-	return nil, Response{}, err
+	return nil, err
 }
 
 // attemptsFree is how many attempts of a phase wait only for their client.
@@ -369,6 +372,7 @@ func (f *Flow[S]) runPhases(ctx context.Context, h *holder, request []byte, stop
 
 func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 	step := &Step[S]{Key: h.key, Request: request, Attempt: h.at.attempts}
+	step.Key.Fingerprint = Fingerprint{}
 	if h.at.data == nil {
 		return step, nil
 	}

@@ -89,8 +89,12 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 // the key, it returns what is stored under it.
 func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) (*transaction, Response, error) {
 	until := time.Now().Add(wait)
+	fingerprint, err := o.fingerprint(key)
+	if err != nil {
+		return nil, Response{}, err
+	}
 	for range claimsMax {
-		t, took, err := o.beginClaimed(ctx, key, until)
+		t, took, err := o.beginClaimed(ctx, key, fingerprint, until)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -113,10 +117,10 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 // beginClaimed begins a transaction whose first statement claims the key, and a savepoint behind it. took:
 // this transaction holds the key. While another process has the key, beginClaimed retries until the
 // given time.
-func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time) (t *transaction, took bool, err error) {
+func (o *Operation) beginClaimed(ctx context.Context, key Key, fingerprint []byte, until time.Time) (t *transaction, took bool, err error) {
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
 		t, err = o.begin(ctx, min(claimWait, o.cfg.WaitMax), true, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.work.claim, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), key.Fingerprint[:]).QueryRow(func(row pgx.Row) error {
+			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), fingerprint).QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
 				if took = err == nil; errors.Is(err, pgx.ErrNoRows) {
 					return nil
@@ -181,7 +185,7 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 func (o *Operation) storing(key Key, response Response) (func(*pgx.Batch), error) {
 	out, err := o.outcome(key, response, o.cfg.Seal != nil)
 	return func(batch *pgx.Batch) {
-		batch.Queue(o.sql.work.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
+		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
 			QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
 				if pgerr.Is(err, pgerr.DivisionByZero) { // not the transaction that claimed the key; the server skips COMMIT

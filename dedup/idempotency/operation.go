@@ -98,10 +98,13 @@ const (
 )
 
 // Sealer encrypts what is stored. aad identifies what the text belongs to: Open must refuse a text
-// that was sealed with a different aad.
+// that was sealed with a different aad. MAC returns a keyed hash of a text, 33 to 400 bytes: under the
+// current key, or under that of an earlier one, if like is not nil. So a fingerprint tells no reader of the table
+// which of few possible requests it is of.
 type Sealer interface {
 	Seal(plain, aad []byte) ([]byte, error)
 	Open(sealed, aad []byte) ([]byte, error)
+	MAC(text, like []byte) ([]byte, error)
 }
 
 // Operation executes requests once for each key. It is safe for concurrent use.

@@ -1,8 +1,8 @@
 package idempotency
 
 // fresh lists the same columns for a key that this statement inserted.
-const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar, NULL::varchar, NULL::boolean, NULL::float8 FROM claimed`
+const fresh = `true, 'running'::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, false,
+  0::float8, 1, NULL::integer, NULL::jsonb, NULL::bytea, false, false, 0::float8, NULL::varchar, NULL::varchar, false, 0::float8 FROM claimed`
 
 // claimFlowSQL claims a key for work in phases. The token begins at the database's clock, in
 // microseconds, so that no later claim of the key has it: a holder may wake up when its row is
@@ -71,17 +71,17 @@ SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 // abandonedSQL finds unfinished keys of a flow that no worker holds. A key with a stored request
 // can be continued without its client.
 const abandonedSQL = `-- idempotency.abandoned
-SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
+SELECT scope, key, created_at, error FROM effectonce.idempotency_keys
 WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $3
-ORDER BY coalesce(retry_at, created_at) LIMIT $2`
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $2
+ORDER BY coalesce(retry_at, created_at) LIMIT $3`
 
 // undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is in
 // doubt has no flow, and no phase to continue at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
-SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
-  AND flow OPERATOR(pg_catalog.=) $6 ORDER BY created_at, scope, key LIMIT $5`
+SELECT scope, key, created_at, error FROM effectonce.idempotency_keys
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($3, $4, $5)
+  AND flow OPERATOR(pg_catalog.=) $2 ORDER BY created_at, scope, key LIMIT $6`
 
 // decidedSQL returns a key to its phases. $5 is the phase whose call happened, with $6 as the state
 // behind it.

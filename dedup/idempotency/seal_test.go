@@ -233,6 +233,46 @@ func TestDocumentedRotation(t *testing.T) {
 	require.Equal(t, map[string][3]int{"new": {2, 0, 0}}, documentedRest(t, pool))
 }
 
+// Property: under Seal a fingerprint is keyed: nobody finds a request of few possible values by trying. Equal
+// requests are told from others as before, whichever key is current, and for rows from before Seal. Without
+// the key there is no answer: above all not that the request is another one.
+func TestFingerprintsAreKeyed(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	ask := func(seal idempotency.Sealer, value string, fingerprint idempotency.Fingerprint) error {
+		k := key(value)
+		k.Fingerprint = fingerprint
+		response, err := newOperation(t, pool, idempotency.Config{Seal: seal}).Once(t.Context(), k, func(context.Context, pgx.Tx) (idempotency.Response, error) {
+			return idempotency.Response{Status: 204}, nil // nothing of it is encrypted
+		})
+		if err == nil && !response.Replayed {
+			err = errors.New("executed")
+		}
+		return err
+	}
+	ten, eleven := idempotency.NewFingerprint([]byte("10")), idempotency.NewFingerprint([]byte("11"))
+	before, both, current, after := newSealer(t, "old", "old"), newSealer(t, "old", "old", "new"), newSealer(t, "new", "old", "new"), newSealer(t, "new", "new")
+	require.EqualError(t, ask(before, "a", ten), "executed")
+	require.EqualError(t, ask(before, "b", ten), "executed")
+	require.EqualError(t, ask(nil, "clear", ten), "executed")
+	require.Equal(t, 2, count(t, pool, `SELECT count(DISTINCT fingerprint::bytea) FROM effectonce.idempotency_keys WHERE key <> 'clear' AND octet_length(fingerprint) > 32`), "equal requests look different")
+	require.Equal(t, 1, strings.Count(dump(t, pool), fmt.Sprintf("%x", ten[:])), "of the clear one")
+	for _, seal := range []idempotency.Sealer{before, both, current} {
+		require.NoError(t, ask(seal, "a", ten))
+		require.ErrorIs(t, ask(seal, "a", eleven), idempotency.ErrMismatch)
+	}
+	for _, fingerprint := range []idempotency.Fingerprint{ten, eleven} {
+		require.ErrorIs(t, ask(after, "a", fingerprint), idempotency.ErrUnknownSealKey)
+		require.ErrorIs(t, ask(nil, "a", fingerprint), idempotency.ErrUnreadable)
+	}
+	require.NoError(t, ask(current, "clear", ten))
+	require.ErrorIs(t, ask(current, "clear", eleven), idempotency.ErrMismatch)
+	require.Equal(t, map[string][3]int{"old": {2, 0, 0}}, documentedRest(t, pool))
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET fingerprint = (SELECT fingerprint FROM effectonce.idempotency_keys WHERE key = 'a') WHERE key = 'b'`)
+	require.NoError(t, err)
+	require.ErrorIs(t, ask(before, "b", ten), idempotency.ErrMismatch, "it is bound to its key")
+}
+
 // mixed are headers of which only Location may be stored.
 func mixed() map[string][]string {
 	header := map[string][]string{"Location": {"/orders/7"}, "X-\xe4": {canary}}

@@ -1,6 +1,7 @@
 package idempotency
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -24,7 +25,7 @@ const (
 type stored struct {
 	made        bool
 	state       state
-	fingerprint Fingerprint
+	fingerprint []byte // see Operation.fingerprint
 	phases      []string
 	calling     *string
 	data        []byte
@@ -48,35 +49,28 @@ type stored struct {
 // read scans the row of a claim or a look, if there is one.
 func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
-	var is *state
-	var fingerprint []byte
-	var locked, dropped, sealed, asked *bool
-	var remaining, putOff, idle *float64
-	var attempts *int
-	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed, &putOff, &s.flow, &s.called, &asked, &idle)
+	var remaining, putOff, idle float64
+	err := row.Scan(&s.made, &s.state, &s.fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &s.locked, &remaining, &s.attempts,
+		&s.status, &s.headers, &s.body, &s.dropped, &s.sealed, &putOff, &s.flow, &s.called, &s.asked, &idle)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}
 	if err != nil {
 		return nil, err
 	}
-	if is == nil {
-		return &stored{made: true, state: running, token: s.token, attempts: 1}, nil
-	}
-	s.state, s.fingerprint = *is, Fingerprint(fingerprint)
-	s.locked = locked != nil && *locked
-	s.remaining, s.putOff = time.Duration(*remaining*float64(time.Second)), time.Duration(*putOff*float64(time.Second))
-	s.idle = time.Duration(*idle * float64(time.Second))
-	s.attempts, s.dropped, s.sealed, s.asked = *attempts, *dropped, *sealed, *asked
+	s.remaining, s.putOff = time.Duration(remaining*float64(time.Second)), time.Duration(putOff*float64(time.Second))
+	s.idle = time.Duration(idle * float64(time.Second))
 	return s, nil
 }
 
 // answer returns what an existing key means for a request: its outcome, or why there is none. ok is
 // false if the request may be executed.
 func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err error) {
+	same, err := o.matches(k, s)
 	switch {
-	case s.fingerprint != k.Fingerprint:
+	case err != nil:
+		return Response{}, true, fmt.Errorf("%w: %w", ErrUnreadable, err)
+	case !same:
 		return Response{}, true, ErrMismatch
 	case s.state == finished && s.status == nil: // its work closed the guard, and committed
 		return Response{}, true, fmt.Errorf("%w: it has no response", ErrIndeterminate)
@@ -135,11 +129,40 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 		return out, err
 	}
 	if headers != nil {
-		text := string(headers)
-		out.headers = &text
+		out.headers = new(string(headers))
 	}
 	out.body, err = o.seal(k, "body", out.body, sealed)
 	return out, err
+}
+
+// fingerprint returns the stored form of a fingerprint: under Seal a keyed hash, which is longer.
+func (o *Operation) fingerprint(k Key) ([]byte, error) {
+	if o.cfg.Seal == nil {
+		return k.Fingerprint[:], nil
+	}
+	mac, err := o.cfg.Seal.MAC(boundFingerprint(k), nil)
+	if err != nil {
+		return nil, fmt.Errorf("hash the fingerprint of %v: %w", k, err)
+	}
+	return mac, nil
+}
+
+// matches compares a request with the stored fingerprint. Without the key of a keyed one there is no answer.
+func (o *Operation) matches(k Key, s *stored) (bool, error) {
+	if len(s.fingerprint) == len(k.Fingerprint) {
+		return bytes.Equal(s.fingerprint, k.Fingerprint[:]), nil
+	}
+	if o.cfg.Seal == nil {
+		return false, errNoSeal(k)
+	}
+	mac, err := o.cfg.Seal.MAC(boundFingerprint(k), s.fingerprint)
+	return bytes.Equal(mac, s.fingerprint), err
+}
+
+func boundFingerprint(k Key) []byte { return hash("fingerprint", bound(k, ""), k.Fingerprint[:]) }
+
+func errNoSeal(k Key) error {
+	return fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
 }
 
 // sealHeaders encodes sealed headers as one base64 string, since their column is jsonb.
@@ -171,7 +194,7 @@ func (o *Operation) seal(k Key, column string, plain []byte, sealed bool) ([]byt
 		return plain, nil
 	}
 	if o.cfg.Seal == nil {
-		return nil, fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
+		return nil, errNoSeal(k)
 	}
 	text, err := o.cfg.Seal.Seal(plain, bound(k, column))
 	if err != nil {
@@ -185,7 +208,7 @@ func (o *Operation) open(k Key, column string, text []byte, sealed bool) ([]byte
 		return text, nil
 	}
 	if o.cfg.Seal == nil {
-		return nil, fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
+		return nil, errNoSeal(k)
 	}
 	plain, err := o.cfg.Seal.Open(text, bound(k, column))
 	if err != nil {

@@ -30,7 +30,7 @@ func (o *Operation) verdictOn(ctx context.Context, t *transaction, key Key, caus
 		response = final.Response
 	case errors.As(cause, &unknown):
 		return verdict{err: cause, doubt: true, store: func(batch *pgx.Batch) {
-			batch.Queue(o.sql.work.doubt, key.Scope, key.Operation, key.Value, text(cause))
+			batch.Queue(o.sql.doubt, key.Scope, key.Operation, key.Value, text(cause))
 		}}, nil
 	case !o.cfg.Strict, conflict(cause), outage(cause), t.away, errors.Is(cause, errEnded), ctx.Err() != nil:
 		return verdict{}, cause

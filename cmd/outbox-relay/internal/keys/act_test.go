@@ -231,6 +231,7 @@ func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 // reverse is a Sealer that can be seen through.
 type reverse struct{}
 
+func (reverse) MAC(text, _ []byte) ([]byte, error)   { return append([]byte("mac:"), text...), nil }
 func (reverse) Seal(plain, _ []byte) ([]byte, error) { return append([]byte("sealed:"), plain...), nil }
 
 func (reverse) Open(sealed, _ []byte) ([]byte, error) {

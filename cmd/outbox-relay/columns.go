@@ -32,8 +32,3 @@ func fullKey(key human.Key) string {
 	}
 	return key.String()
 }
-
-// seconds formats an age.
-func seconds(n float64) string {
-	return human.Seconds(n)
-}

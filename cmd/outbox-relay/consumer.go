@@ -86,12 +86,10 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 					return err
 				case o.asJSON:
 					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
-				case paused:
-					err = terminal.Say(cmd.OutOrStdout(), "topic %s is paused for group %s\n", terminal.Plain(o.topic), terminal.Plain(o.group))
-				default:
-					err = terminal.Say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", terminal.Plain(o.topic), pauseText(pause))
+				case !paused:
+					return terminal.Say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", terminal.Plain(o.topic), pauseText(pause))
 				}
-				return err
+				return terminal.Say(cmd.OutOrStdout(), "topic %s is being paused: consumers of group %s finish their batch, and stop within some seconds\n", terminal.Plain(o.topic), terminal.Plain(o.group))
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -142,8 +140,9 @@ const ruleLong = `Show the rule that gives messages their IDs, of one consumer o
   standard+watermill  also _watermill_message_uuid: for topics that Watermill writes; can be combined with debezium
   headers:NAME,NAME   the first of these headers that a message has, at most 20
 
-A consumer adopts the rule at its next start. Restart all replicas then: while some have the old rule, two
-copies of a message may get two IDs, and both take effect.
+Stop all replicas first: each adopts the rule at its start, and while some have the old one, two copies of a message
+may get two IDs, and both take effect. So --set is refused while a partition is held. The position of a process that was
+killed looks held; --force is for that.
 
 Messages handled before keep their claims under the old rule. They run again if the group is rewound past the
 change, or if a producer sends another copy after it.`
@@ -151,6 +150,7 @@ change, or if a producer sends another copy after it.`
 func newConsumerRule(s *cli.Settings) *cobra.Command {
 	var o consumerOrder
 	var rule string
+	var force bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "id-rule [NAME]",
 		Short: "Show or change the rule that gives a consumer's messages their IDs",
@@ -166,7 +166,7 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
 			}
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				before, err := consumers.SetRule(ctx, pool, s.Schema, o.by(), args[0], rule)
+				before, err := consumers.SetRule(ctx, pool, s.Schema, o.by(), args[0], rule, force)
 				if err != nil {
 					return err
 				}
@@ -176,7 +176,8 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 	}, cli.FlagDatabaseURL)
 	cli.AddText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
 	addBy(cmd, &o.By, &o.asJSON, "reason; required with --set")
-	cli.CommandLineOnly(cmd.Flags(), "set")
+	cli.AddBool(cmd.Flags(), &force, "force", "with --set: also while a partition looks held")
+	cli.CommandLineOnly(cmd.Flags(), "set", "force")
 	s.Check(cmd, func() error {
 		if rule != "" && o.Why == "" {
 			return errors.New("--why is missing: say why the rule is changed")
@@ -217,20 +218,15 @@ func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool)
 	})
 }
 
-const ruleWarning = "Restart all replicas of the consumer now: each adopts the rule at its start, and while some have the old one, two copies of a message may both " +
-	"take effect. Messages handled before keep their claims under the old rule: do not rewind the group past this moment, or they run again."
+const ruleWarning = "messages handled before keep their claims under the old rule: do not rewind the group past this moment, or they run again"
 
 func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bool) error {
 	changed := before.IDRule != rule
-	if asJSON {
-		warning := ""
-		if changed {
-			warning = ruleWarning
-		}
-		return terminal.PrintJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed, "warning": warning})
-	}
-	if !changed {
+	switch {
+	case asJSON:
+		return terminal.PrintJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed})
+	case !changed:
 		return terminal.Say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
 	}
-	return terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
+	return terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nWarning: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
 }

@@ -160,6 +160,5 @@ func printResumption(out io.Writer, r *consumers.Resumption) error {
 	if r.Trouble != "" {
 		text += terminal.Fill("the partition does not move: %s\n", terminal.Clip(r.Trouble, errorWidth))
 	}
-	_, err := io.WriteString(out, text+"MIND: "+r.Effect+"\n")
-	return err
+	return terminal.Write(out, text+"Warning: "+r.Effect+"\n")
 }

@@ -254,8 +254,7 @@ func (r demoResult) print(out io.Writer) error {
 		terminal.Add(&text, "  %s\n", example)
 	}
 	terminal.Add(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
-	_, err := io.WriteString(out, text.String())
-	return err
+	return terminal.Write(out, text.String())
 }
 
 func (r demoResult) lastWord() string {

@@ -144,6 +144,5 @@ func printFindings(out io.Writer, findings []doctor.Finding) error {
 			terminal.Add(&text, "      remedy: %s\n", f.Remedy)
 		}
 	}
-	_, err := io.WriteString(out, text.String())
-	return err
+	return terminal.Write(out, text.String())
 }

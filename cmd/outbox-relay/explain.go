@@ -216,7 +216,7 @@ func events(x *inspect.Explanation) (all []event) {
 	for _, r := range x.Scheduled {
 		state := ""
 		if r.OverdueSeconds > 0 {
-			state = ", overdue for " + seconds(r.OverdueSeconds)
+			state = ", overdue for " + human.Seconds(r.OverdueSeconds)
 		}
 		if r.Refused != nil {
 			state += ", refused by the outbox: " + terminal.Clip(*r.Refused, errorWidth)

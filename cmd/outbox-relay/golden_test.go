@@ -133,7 +133,7 @@ func TestGoldenOfAPipeline(t *testing.T) {
 	drain(t, address)
 	const a, b = "01976f00-0000-7000-8000-0000000000a", "01976f00-0000-7000-8000-0000000000b"
 	lines := bothForms(append(slices.Clone(shown),
-		"dead show "+idPrefix+"1", "parked show "+a+"1", "keys show in-doubt", "keys show given-up --payload", "explain "+b+"1", "explain "+b+"2", "explain "+a+"2", "explain "+idPrefix+"2",
+		"dead show "+idPrefix+"1", "dead show "+idPrefix+"1 --payload", "parked show "+a+"1 --payload", "keys show in-doubt", "keys show given-up --payload", "explain "+b+"1", "explain "+b+"2", "explain "+a+"2", "explain "+idPrefix+"2",
 		"explain "+topic+"/0/0", "explain 01976f00-0000-7000-8000-0000000000ff", "tail --from-beginning --limit 1",
 		"replay --topic "+topic+" --from 2026-01-01T00:00:00Z --dry-run",
 		"dead retry --id "+idPrefix+"1 --dry-run", "dead discard --id "+idPrefix+"4 --why test --dry-run", "parked retry --id "+a+"1 --dry-run", "parked discard --reason permanent --why test --dry-run",
@@ -187,7 +187,7 @@ func TestGoldenOfOrders(t *testing.T) {
 	golden(t, "orders", address, strings.NewReplacer(address, "<database>", body, "<body>"),
 		pause, pause, pause+" --json", "positions", resume, resume, resume+" --json", "consumer pause --group biling --topic orders --why w",
 		at+" --at latest --dry-run", at+" --at earliest --why INC-12 --json", at+" --at 50 --why INC-12", "positions", at+" --cancel --why wrong", at+" --cancel --why wrong",
-		rule+" --set headers:order-id,event-id --why test --by ana", rule+" --set standard --why test --json", rule+" --set standard --why test",
+		rule+" --set standard --why test", rule+" --set headers:order-id,event-id --why test --by ana --force", rule+" --set standard --why test --json --force", rule+" --set standard --why test",
 		"relays list", "relays delete default --why w", "relays delete old --why renamed --json", "relays delete old --why again",
 		"dead list --id "+idPrefix+"2", "dead list --id 3", "dead list --key base64:AP8=", "dead list --relay default --topic payments", "dead list --relay other", "dead list --reason behind",
 		"dead list --state held --older-than 5m", "dead list --younger-than 5m", "parked list --id "+idPrefix+"2", "parked list --id orders/0/3", "parked list --key base64:AP8=",

@@ -36,8 +36,11 @@ lists rows behind others. Without --relay it lists rows of all relays.
 		newShow(s, held.Dead, &cobra.Command{
 			Use:   "show ID",
 			Short: "Show all about a dead row, and what to do",
-			Long: `Show a dead row: headers, payload (text or base64, up to 4 KiB without --full), error, rows behind it, operators'
-actions, and what to do. ID is the row's id or seq, as in the relay's log. If several relays have it, all are shown.`,
+			Long: `Show a dead row: error, rows behind it, operators' actions, and what to do. ID is the row's id or seq, as in the
+relay's log. If several relays have it, all are shown.
+
+Headers and payload need --payload, which is cut at 4 KiB without --full. Headers that hold secrets (authorization,
+cookie, token, and the like) are never shown.`,
 		}),
 		newRetry(s, held.Dead, &cobra.Command{
 			Use:   "retry",
@@ -89,9 +92,10 @@ or --id, lists messages behind others.
 		newShow(s, held.Parked, &cobra.Command{
 			Use:   "show ID",
 			Short: "Show all about a parked message, and what to do",
-			Long: `Show a parked message: headers, payload (text or base64, up to 4 KiB without --full), error, messages behind it,
-operators' actions, and what to do. ID is the message's ID, as in the log or as the message carried it, or
-topic/partition/offset. If several consumers parked it, all are shown.`,
+			Long: `Show a parked message: error, messages behind it, operators' actions, and what to do. ID is the message's ID, as in the
+log or as the message carried it, or topic/partition/offset. If several consumers parked it, all are shown.
+
+Headers and payload are as in "dead show".`,
 		}),
 		newRetry(s, held.Parked, &cobra.Command{
 			Use:   "retry",

@@ -81,7 +81,7 @@ func (c *selection) print(out io.Writer, rows []held.Row) error {
 		} else {
 			terminal.Add(&text, "%s\t%s", r.ID, r.At())
 		}
-		terminal.Add(&text, "\t%s\t%s\t%d\t%s\t%d\t%s\n", keyText(r.Key), stateText(&r), r.Attempts, seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
+		terminal.Add(&text, "\t%s\t%s\t%d\t%s\t%d\t%s\n", keyText(r.Key), stateText(&r), r.Attempts, human.Seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
 	}
 	return terminal.PrintTable(out, text.String())
 }
@@ -90,7 +90,7 @@ func (c *selection) print(out io.Writer, rows []held.Row) error {
 func stateText(r *held.Row) string {
 	switch {
 	case r.State == "retry" && r.RetryInSeconds != nil && *r.RetryInSeconds > 0:
-		return r.Reason + " (retried in " + seconds(*r.RetryInSeconds) + ")"
+		return r.Reason + " (retried in " + human.Seconds(*r.RetryInSeconds) + ")"
 	case r.State == "retry":
 		return r.Reason + " (being retried)"
 	case r.State == "behind" && r.Reason != "behind":
@@ -133,23 +133,20 @@ const payloadShown = 4 << 10
 
 // newShow makes cmd show all about one row.
 func newShow(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
-	var asJSON, full bool
+	var asJSON bool
+	var p payloadFlags
 	c := newSelection(s, kind)
 	if kind == held.Parked {
 		cli.AddText(cmd.Flags(), "consumer", 600, "only what this consumer parked", cli.Into(&c.filter.Consumer))
 	}
-	cli.AddBool(cmd.Flags(), &full, "full", "the whole payload")
+	p.add(cmd.Flags(), "headers and payload")
 	cli.AddJSON(cmd, &asJSON)
 	cmd.Args = cli.OneID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 		defer cancel()
-		payloadMax := int64(payloadShown)
-		if full {
-			payloadMax = 1 << 30
-		}
 		return c.with(ctx, cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
-			return c.show(ctx, conn, payloadMax, asJSON, cmd.OutOrStdout())
+			return c.show(ctx, conn, p.bytesMax(), asJSON, cmd.OutOrStdout())
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
@@ -169,11 +166,16 @@ func (c *selection) show(ctx context.Context, conn *pgx.Conn, payloadMax int64, 
 		if err != nil {
 			return err
 		}
-		shownPayload := newPayload(d.Payload, d.PayloadBytes)
+		var shownPayload *payload
+		if payloadMax > 0 {
+			shownPayload = new(newPayload(d.Payload, d.PayloadBytes))
+		} else {
+			d.Headers = nil
+		}
 		if asJSON {
 			err = terminal.PrintJSON(out, struct {
 				*held.Detail
-				payload
+				*payload
 			}{d, shownPayload})
 		} else {
 			_, err = io.WriteString(out, strings.Repeat("\n", min(shown, 1))+c.detail(d, shownPayload))
@@ -189,7 +191,7 @@ func (c *selection) show(ctx context.Context, conn *pgx.Conn, payloadMax int64, 
 	return nil
 }
 
-func (c *selection) detail(d *held.Detail, p payload) string {
+func (c *selection) detail(d *held.Detail, p *payload) string {
 	var text strings.Builder
 	for _, fact := range c.facts(d) {
 		terminal.Add(&text, "%-10s %s\n", fact[0], fact[1])
@@ -197,6 +199,8 @@ func (c *selection) detail(d *held.Detail, p payload) string {
 	terminal.Block(&text, "error", d.Error)
 	printHeaders(&text, d.Headers)
 	switch {
+	case d.PayloadBytes != nil && p == nil:
+		terminal.Add(&text, "%-10s %s: --payload shows them, and the headers\n", "payload", human.Count(*d.PayloadBytes, "byte"))
 	case d.PayloadBytes != nil:
 		p.printAs(&text, "payload")
 	case c.kind == held.Parked && d.Reason == held.ReasonTooLarge:
@@ -230,7 +234,7 @@ func (c *selection) detail(d *held.Detail, p payload) string {
 // facts are names and values.
 func (c *selection) facts(d *held.Detail) [][2]string {
 	facts, written := [][2]string{{"id", d.ID.String()}}, ""
-	since := fmt.Sprintf("%s, %s ago", d.HeldAt.UTC().Format(time.RFC3339), seconds(d.AgeSeconds))
+	since := fmt.Sprintf("%s, %s ago", d.HeldAt.UTC().Format(time.RFC3339), human.Seconds(d.AgeSeconds))
 	if d.CreatedAt != nil {
 		written = ", written " + d.CreatedAt.UTC().Format(time.RFC3339)
 	}
@@ -258,7 +262,7 @@ func stateDetail(r *held.Row) string {
 	case dead && r.Reason == "not_authorized":
 		return "waits for the right to use its topic, or for an operator"
 	case r.State == "retry" && r.RetryInSeconds != nil && *r.RetryInSeconds > 0:
-		return "handed back; tried again in " + seconds(*r.RetryInSeconds)
+		return "handed back; tried again in " + human.Seconds(*r.RetryInSeconds)
 	case r.State == "retry":
 		return "handed back; the consumer that holds the partition handles it next"
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
@@ -137,7 +138,7 @@ func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
 			done = terminal.Clip(strings.Join(r.Phases, ","), keyWidth)
 		}
 		terminal.Add(&text, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", terminal.Clip(r.Key, 36), r.Mark, terminal.Clip(r.Scope, keyWidth), terminal.Clip(r.Operation, keyWidth), stateOf(r),
-			seconds(r.AgeSeconds), r.Attempts, done, failure)
+			human.Seconds(r.AgeSeconds), r.Attempts, done, failure)
 	}
 	if asJSON {
 		return nil

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -42,25 +43,17 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 				})
 				screen.End()
 				// Print it also after an error: keys are already forgotten then.
-				if said := printReaped(cmd, reaped, asJSON); err == nil {
-					err = said
+				text := human.Count(reaped.Forgotten, "key") + " forgotten"
+				if reaped.Doubted > 0 {
+					text += fmt.Sprintf("; %d need a decision now: \"outbox-relay keys list\"", reaped.Doubted)
 				}
-				return err
+				if asJSON {
+					return errors.Join(err, terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": reaped.Forgotten, "undecided": reaped.Doubted}))
+				}
+				return errors.Join(err, terminal.Say(cmd.OutOrStdout(), "%s\n", text))
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddJSON(cmd, &asJSON)
 	return cmd
-}
-
-func printReaped(cmd *cobra.Command, reaped idempotency.Reaped, asJSON bool) error {
-	n := reaped.Forgotten
-	if asJSON {
-		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "undecided": reaped.Doubted})
-	}
-	text := human.Count(n, "key") + " forgotten"
-	if reaped.Doubted > 0 {
-		text += fmt.Sprintf("; %d need a decision now: \"outbox-relay keys list\"", reaped.Doubted)
-	}
-	return terminal.Say(cmd.OutOrStdout(), "%s\n", text)
 }

@@ -146,6 +146,5 @@ func sayRetried(out io.Writer, report *keys.Report, asJSON bool) error {
 	for _, left := range report.Left {
 		terminal.Add(&text, "%s of scope %s: %s\n", left.Key, left.Scope, left.Why)
 	}
-	_, err := io.WriteString(out, text.String())
-	return err
+	return terminal.Write(out, text.String())
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 	"time"
@@ -57,7 +56,8 @@ func (k *theKey) one(ctx context.Context, conn operator.Querier, schema string) 
 
 func newKeysShow(s *cli.Settings) *cobra.Command {
 	var k theKey
-	var asJSON, payload, full bool
+	var asJSON bool
+	var p payloadFlags
 	var children []string
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "show KEY",
@@ -75,13 +75,6 @@ shown; of a finished key only the answer is.`,
   outbox-relay keys show order-4127 --child reserve --child pay
   outbox-relay keys show order-4127 --scope tenant-7 --operation charge --json`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			most := int64(0)
-			switch {
-			case payload && full:
-				most = 1 << 30
-			case payload:
-				most = payloadShown
-			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
 			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
@@ -89,24 +82,22 @@ shown; of a finished key only the answer is.`,
 				if err != nil {
 					return err
 				}
-				d, err := keys.Show(ctx, conn, s.Schema, row, most)
+				d, err := keys.Show(ctx, conn, s.Schema, row, p.bytesMax())
 				if err != nil {
 					return err
 				}
-				shown := newShownKey(d, payload, children)
+				shown := newShownKey(d, p.payload, children)
 				if asJSON {
 					return terminal.PrintJSON(cmd.OutOrStdout(), shown)
 				}
-				_, err = io.WriteString(cmd.OutOrStdout(), shown.text())
-				return err
+				return terminal.Write(cmd.OutOrStdout(), shown.text())
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	k.on(cmd)
 	cmd.Flags().Var((*stepsFlag)(&children), "child", "also show the child ID of this phase or step; repeatable")
-	cli.AddBool(cmd.Flags(), &payload, "payload", "also show request, data of phases and answer")
-	cli.AddBool(cmd.Flags(), &full, "full", "with --payload: do not cut")
-	cli.CommandLineOnly(cmd.Flags(), "child", "payload", "full")
+	p.add(cmd.Flags(), "request, data of phases and answer")
+	cli.CommandLineOnly(cmd.Flags(), "child")
 	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
@@ -151,8 +142,7 @@ func newShownKey(d *keys.Detail, withPayload bool, children []string) shownKey {
 			bytes *int64
 		}{{&shown.Request, d.Request, d.RequestBytes}, {&shown.Data, d.Data, d.DataBytes}, {&shown.Body, d.Body, d.BodyBytes}} {
 			if p.bytes != nil && (p.into == &shown.Body || d.State != keys.Finished) {
-				made := newPayload(p.read, p.bytes)
-				*p.into = &made
+				*p.into = new(newPayload(p.read, p.bytes))
 			}
 		}
 	}
@@ -168,7 +158,7 @@ func (k shownKey) text() string {
 	fact("scope", "%s", k.Scope)
 	fact("operation", "%s", k.Operation)
 	fact("state", "%s: %s", k.State, k.What)
-	fact("requested", "%s, %s ago", k.CreatedAt.UTC().Format(time.RFC3339), seconds(k.AgeSeconds))
+	fact("requested", "%s, %s ago", k.CreatedAt.UTC().Format(time.RFC3339), human.Seconds(k.AgeSeconds))
 	if k.Flow != nil {
 		fact("flow", "%s", *k.Flow)
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -87,6 +88,5 @@ func printMigration(out io.Writer, m migrations.Migration, schema string) error 
 	numbers := strings.NewReplacer("VERSION", strconv.Itoa(m.Version), "PREVIOUS", strconv.Itoa(m.Version-1),
 		"TIMEOUT", strconv.FormatInt(migrations.LockTimeout.Milliseconds(), 10))
 	in := func(sql string) string { return migrations.InSchema(numbers.Replace(sql), schema) }
-	_, err := io.WriteString(out, fmt.Sprintf("-- migration %d: %s\n", m.Version, m.Name)+begin+in(before)+"\n"+strings.TrimSpace(m.Up)+"\n"+in(after))
-	return err
+	return terminal.Write(out, fmt.Sprintf("-- migration %d: %s\n", m.Version, m.Name)+begin+in(before)+"\n"+strings.TrimSpace(m.Up)+"\n"+in(after))
 }

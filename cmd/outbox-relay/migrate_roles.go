@@ -50,8 +50,7 @@ rights.`,
 			}
 			sql = begin + sql + "\nCOMMIT;\n"
 			if !apply {
-				_, err = io.WriteString(cmd.OutOrStdout(), sql)
-				return err
+				return terminal.Write(cmd.OutOrStdout(), sql)
 			}
 			return applyRoles(cmd.Context(), s, sql, cmp.Or(prefix, s.Schema), cmd.OutOrStdout(), asJSON)
 		},

@@ -8,6 +8,9 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
@@ -21,6 +24,26 @@ type payload struct {
 	read             int
 }
 
+// payloadFlags are --payload and --full.
+type payloadFlags struct{ payload, full bool }
+
+func (p *payloadFlags) add(flags *pflag.FlagSet, what string) {
+	cli.AddBool(flags, &p.payload, "payload", "also show "+what)
+	cli.AddBool(flags, &p.full, "full", "with --payload: do not cut")
+	cli.CommandLineOnly(flags, "payload", "full")
+}
+
+// bytesMax is how much of a payload is read.
+func (p *payloadFlags) bytesMax() int64 {
+	switch {
+	case !p.payload:
+		return 0
+	case p.full:
+		return 1 << 30
+	}
+	return payloadShown
+}
+
 // newPayload takes the bytes read of a payload, and the size of the whole payload.
 func newPayload(read []byte, bytes *int64) payload {
 	p := payload{bytes: bytes, read: len(read)}
@@ -31,8 +54,7 @@ func newPayload(read []byte, bytes *int64) payload {
 	if text, ok := payloadText(read, p.PayloadTruncated); ok {
 		p.Payload = &text
 	} else {
-		encoded := base64.StdEncoding.EncodeToString(read)
-		p.PayloadBase64 = &encoded
+		p.PayloadBase64 = new(base64.StdEncoding.EncodeToString(read))
 	}
 	return p
 }

@@ -83,10 +83,10 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 	for _, s := range p.Shards {
 		age, owner, left := "-", "none", "-"
 		if s.TickAgeSeconds != nil {
-			age = seconds(*s.TickAgeSeconds)
+			age = human.Seconds(*s.TickAgeSeconds)
 		}
 		if s.LeaseLeftSeconds > 0 {
-			owner, left = terminal.Plain(s.Owner), seconds(s.LeaseLeftSeconds)
+			owner, left = terminal.Plain(s.Owner), human.Seconds(s.LeaseLeftSeconds)
 		}
 		lag := strconv.FormatInt(s.Lag, 10)
 		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, lag, s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
@@ -104,7 +104,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 			trouble = terminal.Clip(c.Trouble, errorWidth)
 		}
 		terminal.Add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
-			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
+			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), human.Seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
 	}
 	if err := terminal.PrintTable(out, text.String()); err != nil {
 		return err
@@ -128,8 +128,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 	if p.KafkaError != "" {
 		text.WriteString(kafkaErrorText("topics and groups are incomplete", p.KafkaError))
 	}
-	_, err := io.WriteString(out, text.String())
-	return err
+	return terminal.Write(out, text.String())
 }
 
 // holderText names the holder of a partition or, if the group has no members, the last holder.

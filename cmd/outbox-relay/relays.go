@@ -66,7 +66,7 @@ func printRelays(out io.Writer, all []relays.Relay, asJSON bool) error {
 		}
 		quiet := "-"
 		if !r.Live() {
-			quiet = seconds(r.QuietSeconds)
+			quiet = human.Seconds(r.QuietSeconds)
 		}
 		terminal.Add(&text, "%s\t%d\t%d\t%d\t%d\t%d\t%s\n", terminal.Plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
 	}

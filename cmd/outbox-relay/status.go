@@ -17,6 +17,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
@@ -163,8 +164,7 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 	if status.Well {
 		terminal.Add(&text, "well\n")
 	}
-	_, err := io.WriteString(out, text.String())
-	return err
+	return terminal.Write(out, text.String())
 }
 
 func scheduledText(s doctor.Scheduled) string {
@@ -176,7 +176,7 @@ func scheduledText(s doctor.Scheduled) string {
 	}
 	text := "scheduled for later: " + some(s.Count, s.CountExact)
 	if s.Overdue > 0 {
-		text += fmt.Sprintf(", %s of them overdue, the oldest for %s", some(s.Overdue, s.OverdueExact), seconds(s.OldestOverdueSeconds))
+		text += fmt.Sprintf(", %s of them overdue, the oldest for %s", some(s.Overdue, s.OverdueExact), human.Seconds(s.OldestOverdueSeconds))
 	}
 	return text + "\n"
 }
@@ -185,7 +185,7 @@ func scheduledText(s doctor.Scheduled) string {
 func claimsText(d *dedup.Stats) string {
 	maintained := "never maintained"
 	if d.MaintainedSeconds != nil {
-		maintained = "maintained " + seconds(*d.MaintainedSeconds) + " ago"
+		maintained = "maintained " + human.Seconds(*d.MaintainedSeconds) + " ago"
 	}
 	each := ""
 	if d.BytesPerClaim > 0 {
@@ -216,13 +216,13 @@ func relaysText(status *doctor.Status) string {
 			waiting = "about " + waiting
 		}
 		if r.Waiting > 0 {
-			oldest = seconds(r.OldestWaitingSeconds)
+			oldest = human.Seconds(r.OldestWaitingSeconds)
 		}
 		if r.RowsPerSecond != nil {
 			rate = fmt.Sprintf("%.0f", *r.RowsPerSecond)
 		}
 		if r.Live {
-			owner, left = terminal.Plain(r.Owner), seconds(r.LeaseLeftSeconds)
+			owner, left = terminal.Plain(r.Owner), human.Seconds(r.LeaseLeftSeconds)
 		}
 		terminal.Add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
 	}
@@ -235,11 +235,11 @@ func consumersText(status *doctor.Status) string {
 	for _, c := range status.Consuming {
 		oldest := "-"
 		if c.OldestParkedSeconds > 0 {
-			oldest = seconds(c.OldestParkedSeconds)
+			oldest = human.Seconds(c.OldestParkedSeconds)
 		}
 		behind := "-"
 		if c.Behind != nil {
-			behind = seconds(c.Behind.AgeSeconds)
+			behind = human.Seconds(c.Behind.AgeSeconds)
 		}
 		terminal.Add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, byReason(c.Parked), c.HeldKeys, oldest)
 	}

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"io"
 	"time"
@@ -98,19 +97,13 @@ func (t *tailer) follow(ctx context.Context, conn *pgx.Conn) error {
 // tailLine is what "tail --json" prints of a row.
 type tailLine struct {
 	inspect.TailRow
-	Payload       *string `json:"payload,omitempty"`
-	PayloadBase64 *string `json:"payload_base64,omitempty"`
+	*payload // with --payload
 }
 
 func (t *tailer) show(r inspect.TailRow) (err error) {
 	line := tailLine{TailRow: r}
-	if r.Payload != nil {
-		if text, ok := payloadText(r.Payload, *r.PayloadBytes > int64(len(r.Payload))); ok {
-			line.Payload = &text
-		} else {
-			encoded := base64.StdEncoding.EncodeToString(r.Payload)
-			line.PayloadBase64 = &encoded
-		}
+	if t.payload {
+		line.payload = new(newPayload(r.Payload, r.PayloadBytes))
 	}
 	if t.json {
 		err = terminal.PrintJSON(t.out, line)
@@ -130,8 +123,9 @@ func (l *tailLine) text() string {
 	}
 	text := terminal.Fill("%s  %d  %s  %s  %s  %s\n", l.CreatedAt.UTC().Format("2006-01-02T15:04:05.000Z"), l.Seq, l.Topic, keyText(l.Key), l.ID, size)
 	switch {
-	case l.Payload != nil:
-		text += "  " + terminal.Printable(*l.Payload) + "\n"
+	case l.payload == nil:
+	case l.payload.Payload != nil:
+		text += "  " + terminal.Printable(*l.payload.Payload) + "\n"
 	case l.PayloadBase64 != nil:
 		text += "  base64:" + *l.PayloadBase64 + "\n"
 	}

@@ -240,8 +240,7 @@ func newTopicsList(s *cli.Settings) *cobra.Command {
 
 func printPaused(out io.Writer, paused []relay.PausedTopic) error {
 	if len(paused) == 0 {
-		_, err := io.WriteString(out, "no paused topics\n")
-		return err
+		return terminal.Write(out, "no paused topics\n")
 	}
 	for _, p := range paused {
 		if err := terminal.Say(out, "%s  since %s  by %s: %s\n", terminal.Plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), terminal.Plain(p.Who), terminal.Plain(p.Why)); err != nil {

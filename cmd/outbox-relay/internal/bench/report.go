@@ -9,6 +9,8 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // Report is the result of a benchmark.
@@ -102,6 +104,5 @@ func (r *Report) WriteTable(w io.Writer) error {
 	for _, note := range r.Notes {
 		text.WriteString("note: " + note + "\n")
 	}
-	_, err := io.WriteString(w, text.String())
-	return err
+	return terminal.Write(w, text.String())
 }

@@ -90,7 +90,7 @@ func TestUnknownNamesAreRefused(t *testing.T) {
 	_, none := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "audit", Topic: "orders"}, 1, nil, false)
 	_, back := consumers.TakeBack(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: 2})
 	_, show := consumers.Rule(t.Context(), pool, schema, "billing/odrers")
-	_, set := consumers.SetRule(t.Context(), pool, schema, by, "billing/odrers", "standard")
+	_, set := consumers.SetRule(t.Context(), pool, schema, by, "billing/odrers", "standard", false)
 	for text, err := range map[string]error{
 		`group "biling" is unknown: there is "audit", "billing"`:                                                      group,
 		`topic "odrers" of group billing is unknown: there is "orders", "refunds"`:                                    topic,
@@ -148,7 +148,7 @@ func TestOrdersAreWrittenDownOrNotGiven(t *testing.T) {
 	tooLong := operator.By{Who: "ana", Why: strings.Repeat("x", 3000)}
 	_, err := consumers.ResumeAt(t.Context(), pool, schema, tooLong, consumers.Partition{Group: "billing", Topic: "orders"}, 1, nil, false)
 	require.Error(t, err)
-	_, err = consumers.SetRule(t.Context(), pool, schema, tooLong, "billing/orders", "standard+debezium")
+	_, err = consumers.SetRule(t.Context(), pool, schema, tooLong, "billing/orders", "standard+debezium", false)
 	require.Error(t, err)
 	_, _, err = consumers.PauseTopic(t.Context(), pool, schema, tooLong, "billing", "orders")
 	require.Error(t, err)
@@ -202,18 +202,23 @@ func TestEffectsOfOrdersAreSaid(t *testing.T) {
 }
 
 // Property: only known rules for IDs are stored, each change with a note; storing the current rule
-// again is no change.
+// again is no change. A rule is not changed under a replica that runs.
 func TestRulesForIDsAreChanged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.PoolWith(t, siteSQL)
+	held := func(released bool) {
+		_, err := pool.Exec(t.Context(), "UPDATE effectonce.consumer_positions SET owner = 'host-1', released = $1 WHERE consumer_group = 'billing' AND topic = 'orders'", released)
+		require.NoError(t, err)
+	}
+	held(true)
 	for _, rule := range []string{"standard", "standard+debezium", "standard+watermill", "standard+watermill+debezium", "headers:id", "headers:order-id,Idempotency-Key", "headers:" + strings.Repeat("a,", 19) + "a", "standard+debezium"} {
-		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule)
+		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule, false)
 		require.NoError(t, err, rule)
 		c, err := consumers.Rule(t.Context(), pool, schema, "billing/orders")
 		require.NoError(t, err)
 		require.Equal(t, consumers.Consumer{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}, IDRule: rule}, *c)
 	}
-	before, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "standard+debezium")
+	before, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "standard+debezium", false)
 	require.NoError(t, err)
 	require.Equal(t, "standard+debezium", before.IDRule)
 	done := actions(t, pool)
@@ -223,10 +228,15 @@ func TestRulesForIDsAreChanged(t *testing.T) {
 		"", "Standard", "standard+", "standard+kafka", "standard+debezium+debezium", "debezium", "standard+standard", "headers", "headers:a,", "headers:,a", "headers:a b", "headers:a\n", "headers:ä",
 		"headers:" + strings.Repeat("a", 256), "headers:" + strings.Repeat("a,", 20) + "a", "headers:" + strings.Repeat(strings.Repeat("a", 250)+",", 9) + "a",
 	} {
-		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule)
+		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule, false)
 		require.Error(t, err, rule)
 	}
+	held(false)
+	_, err = consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "headers:id", false)
+	require.ErrorContains(t, err, "orders/0 is held by host-1; stop all replicas first")
 	require.Len(t, actions(t, pool), 7)
+	_, err = consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "headers:id", true)
+	require.NoError(t, err)
 	all, err := consumers.Registered(t.Context(), pool, schema)
 	require.NoError(t, err)
 	require.Len(t, all, 3)

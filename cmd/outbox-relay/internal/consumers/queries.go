@@ -46,6 +46,10 @@ SELECT name, consumer_group, topics, id_rule FROM effectonce.consumers WHERE nam
 
 const lockRuleSQL = ruleSQL + ` FOR UPDATE`
 
+const holdersSQL = `-- consumers.holders
+SELECT pg_catalog.concat(topic, '/', partition, ' is held by ', owner) FROM effectonce.consumer_positions
+WHERE consumer_group = $1 AND topic = ANY ($2) AND NOT released AND owner IS NOT NULL ORDER BY topic, partition LIMIT 1`
+
 const setRuleSQL = `-- consumers.set_rule
 UPDATE effectonce.consumers SET id_rule = $2 WHERE name = $1`
 

@@ -34,8 +34,9 @@ func Rule(ctx context.Context, db operator.Querier, schema, name string) (*Consu
 }
 
 // SetRule changes how the messages of a consumer get their IDs, from its next start on. It returns
-// the consumer as it was before.
-func SetRule(ctx context.Context, db operator.Beginner, schema string, by operator.By, name, rule string) (before *Consumer, err error) {
+// the consumer as it was before. While a partition is held, it refuses, unless force says that its holder
+// is dead: a running replica keeps the old rule.
+func SetRule(ctx context.Context, db operator.Beginner, schema string, by operator.By, name, rule string, force bool) (before *Consumer, err error) {
 	if err := CheckRule(rule); err != nil {
 		return nil, fmt.Errorf("rule %.100q: %w", rule, err)
 	}
@@ -49,6 +50,13 @@ func SetRule(ctx context.Context, db operator.Beginner, schema string, by operat
 		}
 		if before = &found[0]; before.IDRule == rule {
 			return nil
+		}
+		held, err := collect[struct{ At string }](ctx, tx, "read positions", migrations.InSchema(holdersSQL, schema), before.Group, before.Topics)
+		if err != nil {
+			return err
+		}
+		if len(held) > 0 && !force {
+			return fmt.Errorf("a replica runs, and would keep the old rule: %s; stop all replicas first, or give --force if their processes are dead", held[0].At)
 		}
 		if _, err := tx.Exec(ctx, migrations.InSchema(setRuleSQL, schema), name, rule); err != nil {
 			return err

@@ -3,25 +3,16 @@ package doctor
 import (
 	"context"
 	"errors"
-	"fmt"
 	"strings"
 
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/relay"
 )
 
-// Progress topics up to these sizes are small enough. Some services allow no segments smaller than
-// 50 MiB.
-const (
-	journalSegmentBytesMax = 64 << 20
-	journalRetentionMaxMs  = 60 * 60 * 1000
-)
-
-// ProgressTopic checks the topic in which relays with --exactly-once keep their progress. Previous
-// releases created it with Kafka's default segments. There is no finding without the topic.
+// ProgressTopic checks the topic in which relays with --exactly-once keep their progress.
+// There is no finding without the topic.
 func ProgressTopic(ctx context.Context, admin *kadm.Client, name string) []Finding {
 	check := "progress topic " + name
 	details, err := admin.ListTopics(ctx, name)
@@ -46,21 +37,12 @@ func ProgressTopic(ctx context.Context, admin *kadm.Client, name string) []Findi
 		}
 		return append(found, warn(check, "grant DESCRIBE_CONFIGS on the topic", "its settings cannot be read: %v", err))
 	}
-	config := configs[0]
-	segment, _ := setting(config, "segment.bytes")
-	retention, _ := setting(config, "delete.retention.ms")
-	switch {
-	case !strings.Contains(text(config, "cleanup.policy"), "compact"):
+	if !strings.Contains(text(configs[0], "cleanup.policy"), "compact") {
 		found = append(found, warn(check, "set its cleanup.policy to compact",
 			"it is not compacted: it grows, or loses the progress of an idle shard"))
-	case segment > journalSegmentBytesMax || retention > journalRetentionMaxMs:
-		lasts := relay.JournalSegmentLasts.Milliseconds()
-		found = append(found, warn(check,
-			fmt.Sprintf("%s,segment.ms=%d,delete.retention.ms=%d", alterTopic(name, "segment.bytes", relay.JournalSegmentBytes), lasts, lasts),
-			"segment.bytes is %d, delete.retention.ms %d: Kafka keeps hours of outdated progress", segment, retention))
 	}
 	if len(found) == 0 {
-		found = append(found, ok(check, "one partition, compacted in small segments"))
+		found = append(found, ok(check, "one partition, compacted"))
 	}
 	return found
 }

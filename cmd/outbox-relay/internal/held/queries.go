@@ -78,9 +78,11 @@ const (
 	deadShowSQL   = "-- dead.show\nSELECT " + deadColumns + detail + deadRows + ` WHERE d.relay = $1 AND d.seq = $2`
 	parkedShowSQL = "-- parked.show\nSELECT " + parkedColumns + detail + parkedRows + ` WHERE d.relay = $1 AND d.seq = $2`
 
+	// Counts of rows behind each of these would read a long queue once for each.
+	next          = columns + `0::bigint AS behind, NULL::uuid AS head`
 	behind        = ` AND n.seq < d.seq WHERE d.relay = $1 AND n.seq = $2 AND d.state = 'behind' ORDER BY d.seq LIMIT $3`
-	deadNextSQL   = "-- dead.next\nSELECT " + deadColumns + deadRows + ` JOIN effectonce.outbox_dead n ON ` + deadSame + behind
-	parkedNextSQL = "-- parked.next\nSELECT " + parkedColumns + parkedRows + ` JOIN effectonce.parked_messages n ON ` + parkedSame + behind
+	deadNextSQL   = "-- dead.next\nSELECT " + next + deadRows + ` JOIN effectonce.outbox_dead n ON ` + deadSame + behind
+	parkedNextSQL = "-- parked.next\nSELECT " + next + parkedRows + ` JOIN effectonce.parked_messages n ON ` + parkedSame + behind
 )
 
 // parkedFindSQL finds rows by what a person knows: the ID as the log shows it ($1), or the text

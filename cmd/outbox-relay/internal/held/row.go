@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -186,12 +187,12 @@ func (k Kind) Totals(ctx context.Context, db operator.Querier, schema string, fi
 // Detail is everything about a row.
 type Detail struct {
 	Row
-	TopicID    *uuid.UUID        `json:"topic_id"` // null: unknown, or a dead row
-	Headers    json.RawMessage   `json:"headers"`
+	TopicID    *uuid.UUID        `json:"topic_id"`    // null: unknown, or a dead row
+	Headers    json.RawMessage   `json:"headers"`     // without secrets: see hide
 	Payload    []byte            `json:"-"`           // at most as much as was requested
 	ReleasedAt *time.Time        `json:"released_at"` // null: not tried since the last retry, or a dead row
 	RetryAt    *time.Time        `json:"retry_at"`    // null: a dead row
-	Next       []Row             `json:"next"`        // rows behind it, at most 20
+	Next       []Row             `json:"next"`        // rows behind it, at most 20, without their Behind and Head
 	Actions    []operator.Action `json:"actions"`     // of operators on this ID, the newest first, at most 20
 	Advice
 }
@@ -206,12 +207,28 @@ func (k Kind) Show(ctx context.Context, db operator.Querier, schema string, ref 
 		return nil, err
 	}
 	d := &found[0]
-	d.Advice = k.Advice(d.Reason)
+	d.Advice, d.Headers = k.Advice(d.Reason), hide(d.Headers)
 	if d.Next, err = read[Row](ctx, db, k, schema, k.sql().next, ref.Relay, ref.Seq, nextMax); err != nil {
 		return nil, err
 	}
 	d.Actions, err = operator.Actions(ctx, db, schema, operator.ActionFilter{Message: &d.ID}, actionsMax)
 	return d, err
+}
+
+// hide replaces the values of headers that hold secrets of a client, by their names.
+func hide(stored json.RawMessage) json.RawMessage {
+	var headers map[string]json.RawMessage
+	if json.Unmarshal(stored, &headers) != nil || len(headers) == 0 {
+		return stored
+	}
+	secret := []string{"authorization", "cookie", "token", "secret", "password", "credential", "api-key", "apikey"}
+	for name := range headers {
+		if slices.ContainsFunc(secret, func(word string) bool { return strings.Contains(strings.ToLower(name), word) }) {
+			headers[name] = json.RawMessage(`"(hidden)"`)
+		}
+	}
+	shown, _ := json.Marshal(headers) // it was JSON
+	return shown
 }
 
 func read[T any](ctx context.Context, db operator.Querier, k Kind, schema, sql string, args ...any) ([]T, error) {

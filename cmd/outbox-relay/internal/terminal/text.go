@@ -20,8 +20,11 @@ func Clip(text string, width int) string {
 }
 
 // Say writes a text that Fill formats.
-func Say(w io.Writer, format string, args ...any) error {
-	_, err := io.WriteString(w, Fill(format, args...))
+func Say(w io.Writer, format string, args ...any) error { return Write(w, Fill(format, args...)) }
+
+// Write writes a text as it is.
+func Write(w io.Writer, text string) error {
+	_, err := io.WriteString(w, text)
 	return err
 }
 

@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -11,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -39,20 +37,12 @@ request's messages are found under Key.ChildID of its phases.
 Topics are only searched with --brokers: the row's topic from its time on, in the partition of its key; without a row
 from the ID's time, or --since, the topics of all consumers or --topic. The whole outbox is read at least once.
 
-Exit status 1 if nothing is known of the ID, or if Kafka failed: then the rest is shown with the error.`,
+Exit status 1 if nothing is known of the ID, or if Kafka failed or a table could not be read: then the rest is shown
+with the error.`,
 		Example: `  outbox-relay explain 0192f0c1-2b3c-7def-8123-456789abcdef
   outbox-relay explain orders/3/1234
   outbox-relay explain order-4711 --topic orders --since 72h --json`,
-		Args: func(cmd *cobra.Command, args []string) error {
-			if len(args) != 1 {
-				return fmt.Errorf("%s takes one ID: see %s --help", cmd.CommandPath(), cmd.CommandPath())
-			}
-			if args[0] == "" || len(args[0]) > 1024 || !utf8.ValidString(args[0]) || strings.ContainsRune(args[0], 0) {
-				return errors.New("ID: want 1 to 1024 bytes of UTF-8")
-			}
-			q.Text = args[0]
-			return nil
-		},
+		Args: cli.OneID(func(id string) error { q.Text = id; return nil }),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			q.Schema = s.Schema
 			if topic != nil {
@@ -91,7 +81,7 @@ func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bo
 		} else {
 			_, err = io.WriteString(out, explanationText(found, kafka != nil))
 		}
-		if err == nil && (!found.Known || found.KafkaError != "") {
+		if err == nil && (!found.Known || found.KafkaError != "" || len(found.Problems) > 0) {
 			return errUnhealthy
 		}
 		return err
@@ -156,6 +146,9 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 	}
 	if x.Known && len(x.Claims)+len(x.Passed) == 0 && (x.KafkaError == "" || len(x.IDs) > 0) {
 		text.WriteString("not claimed\n")
+	}
+	for _, problem := range x.Problems {
+		terminal.Add(&text, "incomplete: %s\n", terminal.Clip(problem, kafkaErrorWidth))
 	}
 	return text.String()
 }

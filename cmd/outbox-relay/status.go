@@ -42,7 +42,7 @@ func newStatus(s *cli.Settings) *cobra.Command {
 		Use:   "status",
 		Short: "Show backlog, publishing rate, replicas and consumers",
 		Long: `Show backlog, publishing rate and replicas of relays; per consumer, halted partitions and why, parked messages and
-paused topics. With --brokers also topics of consumers that do not exist. With --relay only that relay, and no
+paused topics. With --brokers also topics of consumers that do not exist. With --relay only that relay, and all
 consumers.
 
 Exit status 1 if rows wait and no replica holds the lease or reaches Kafka; a replica is stuck; a row waits for longer

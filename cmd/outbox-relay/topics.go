@@ -223,6 +223,9 @@ func newTopicsList(s *cli.Settings) *cobra.Command {
 		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				if err := knowsRelay(ctx, s, pool); err != nil {
+					return err
+				}
 				paused, err := relay.PausedTopics(ctx, pool, relayOperator(s, operator.By{}))
 				if err != nil {
 					return err

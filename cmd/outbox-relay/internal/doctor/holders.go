@@ -41,7 +41,7 @@ func OpenTransactions(ctx context.Context, db operator.Querier) []Finding {
 		case writes:
 			found = append(found, warn(check, remedy, "%s has written and has been open for %v: its rows are not published before it commits, its slot of the outbox is not truncated, and vacuum removes no row that died since", what, open))
 		default:
-			found = append(found, warn(check, remedy, "%s has held a snapshot for %v: vacuum removes no row that died since", what, open))
+			found = append(found, warn(check, remedy, "%s has held a snapshot for %v: vacuum removes no row that died since, and slots of the outbox that it has read (as pg_dump does) are not truncated", what, open))
 		}
 		return nil
 	})

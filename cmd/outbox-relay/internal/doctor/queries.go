@@ -235,26 +235,6 @@ FROM (
   FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
 ) undecided`
 
-// slotHoldersSQL finds who holds a lock on a slot that has rows and is not being filled. The
-// holder's transaction has to be older than $2; if its age is unknown, writers have to have left
-// the slot longer than $1 ago. The doctor's own lock is left out.
-const slotHoldersSQL = `-- doctor.slot_holders
-SELECT l.pid, CASE WHEN l.pid IS NULL THEN 'a prepared transaction'
-    ELSE pg_catalog.format('session %s (%s, role %s)', l.pid, coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?')) END,
-  pg_catalog.array_agg(DISTINCT s.slot ORDER BY s.slot), extract(epoch FROM clock_timestamp() - a.xact_start)::float8,
-  (pg_catalog.sum(s.bytes) / pg_catalog.count(DISTINCT l.mode)::numeric)::bigint, bool_or(s.overdue)
-FROM (
-  SELECT slot, turned_away, ('effectonce.outbox_' || slot::text)::regclass AS part, pg_catalog.pg_total_relation_size(('effectonce.outbox_' || slot::text)::regclass) AS bytes,
-    turned_away + $1::interval < clock_timestamp() AS overdue
-  FROM effectonce.outbox_slots WHERE slot <> (SELECT last_value FROM effectonce.outbox_slot) AND pg_relation_size(('effectonce.outbox_' || slot::text)::regclass) > 0
-) s
-JOIN pg_locks l ON l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND l.relation = s.part::oid
-LEFT JOIN pg_stat_activity a ON a.pid = l.pid
-WHERE l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
-GROUP BY l.pid, l.virtualtransaction, a.application_name, a.usename, a.xact_start
-HAVING a.xact_start < clock_timestamp() - $2::interval OR (a.xact_start IS NULL AND bool_or(s.overdue))
-ORDER BY a.xact_start NULLS LAST, l.pid LIMIT 20`
-
 const systemSQL = `-- doctor.system
 SELECT system_identifier FROM pg_control_system()`
 

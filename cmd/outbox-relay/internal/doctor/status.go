@@ -42,8 +42,6 @@ type Status struct {
 	Orders []consumers.Order `json:"orders"`
 	// PausedTopics are the topics whose rows a relay does not publish. Paused is about consumers.
 	PausedTopics []PausedTopic `json:"paused_topics"`
-	// SlotHolders hold locks that keep published rows in the outbox; a pg_dump does.
-	SlotHolders []SlotHolder `json:"slot_holders"`
 	// KafkaError is why it is unknown which topics of consumers exist. Empty: it is known, or no
 	// brokers were given.
 	KafkaError string `json:"kafka_error"`
@@ -126,9 +124,6 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	if err := s.readPausedTopics(ctx, db, schema, opts.Relay); err != nil {
 		return nil, err
 	}
-	if err := s.readSlotHolders(ctx, db, schema); err != nil {
-		return nil, err
-	}
 	s.judge(opts.AgeMax)
 	behind, err := readSequences(ctx, db, schema)
 	switch {
@@ -141,22 +136,20 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 		s.Problems = append(s.Problems, behind+": run \""+repairCommand+"\"")
 	}
 	s.judgeReplicas()
-	if opts.Relay == "" {
-		if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
-			return nil, err
-		}
-		if err := s.readBehind(ctx, db, schema, opts.LagAgeMax); err != nil {
-			return nil, err
-		}
-		claims, err := dedup.New(dedup.Config{Schema: schema})
-		if err != nil {
-			return nil, err
-		}
-		if s.Dedup, err = claims.ReadStats(ctx, db); err != nil {
-			return nil, err
-		}
-		s.judgeConsumers(opts.ParkedMax)
+	if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
+		return nil, err
 	}
+	if err := s.readBehind(ctx, db, schema, opts.LagAgeMax); err != nil {
+		return nil, err
+	}
+	claims, err := dedup.New(dedup.Config{Schema: schema})
+	if err != nil {
+		return nil, err
+	}
+	if s.Dedup, err = claims.ReadStats(ctx, db); err != nil {
+		return nil, err
+	}
+	s.judgeConsumers(opts.ParkedMax)
 	s.Well = len(s.Problems) == 0
 	return s, nil
 }

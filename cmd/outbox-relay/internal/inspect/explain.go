@@ -3,6 +3,7 @@ package inspect
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -15,6 +16,8 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // Explanation is everything that is known about a message.
@@ -43,6 +46,8 @@ type Explanation struct {
 	// KafkaError is why topics could not be searched, or not to their end. Empty: they were
 	// searched, or there are no brokers to ask.
 	KafkaError string `json:"kafka_error"`
+	// Problems are sections that could not be read, because a table is locked, or the role lacks a right.
+	Problems []string `json:"problems"`
 }
 
 // Row is a row of the outbox.
@@ -132,13 +137,17 @@ type Passed struct {
 
 // Explain finds a message by its ID or its place. Without kafka (nil) topics are not searched. A
 // Kafka error is part of the explanation: what the database knows is shown even if no broker
-// answers.
-func Explain(ctx context.Context, db operator.Querier, kafka *Kafka, q Question) (*Explanation, error) {
-	e := &explainer{Question: q, db: db, kafka: kafka, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil}}
+// answers, and so is each section of the database that cannot be read.
+func Explain(ctx context.Context, db Conn, kafka *Kafka, q Question) (*Explanation, error) {
+	e := &explainer{Question: q, db: limited{db}, kafka: kafka, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil, Problems: []string{}}}
 	for _, step := range []func(context.Context) error{
-		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readConsumers, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
+		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
 	} {
-		if err := step(ctx); err != nil {
+		err := step(ctx)
+		switch {
+		case pgerr.State(err) != "" && !pgerr.OfServer(err):
+			e.out.Problems = append(e.out.Problems, err.Error())
+		case err != nil:
 			return nil, err
 		}
 	}
@@ -153,12 +162,13 @@ type explainer struct {
 	place  *Place // asked for
 	read   map[uuid.UUID]bool
 	scopes []string // topics of consumers
+	rules  [][]dedup.IDSource
 	out    *Explanation
 }
 
 // lookAtPlace finds the ID of the record at the place that was asked for.
 func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
-	if e.scopes, err = e.consumerTopics(ctx); err != nil {
+	if err = e.readRules(ctx); err != nil {
 		return err
 	}
 	place, is := parsePlace(e.Text)
@@ -183,14 +193,9 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 	if err != nil || record == nil {
 		return err
 	}
-	e.out.Records = append(e.out.Records, newRecord(record))
-	text, scope := Carried(record)
-	e.names.addScope(scope)
-	if text == "" {
+	if len(e.addRecord(record)) == 0 {
 		e.names.ids[coordinatesID(place, topicID)] = true
-		return nil
 	}
-	e.names.addText(text)
 	return nil
 }
 
@@ -230,19 +235,10 @@ func (e *explainer) readRows(ctx context.Context) error {
 		e.read[id] = true
 	}
 	rows, err := e.rows(ctx, fresh, 0)
-	if err != nil {
-		return err
-	}
 	e.out.Outbox = append(e.out.Outbox, rows...)
-	dead, err := e.dead(ctx, fresh)
-	if err != nil {
-		return err
-	}
+	dead, deadErr := e.dead(ctx, fresh)
 	e.out.Dead = append(e.out.Dead, dead...)
-	scheduled, err := e.scheduled(ctx, fresh)
-	if err != nil {
-		return err
-	}
+	scheduled, scheduledErr := e.scheduled(ctx, fresh)
 	e.out.Scheduled = append(e.out.Scheduled, scheduled...)
 	for _, row := range rows {
 		e.names.addScope(row.Topic)
@@ -255,7 +251,7 @@ func (e *explainer) readRows(ctx context.Context) error {
 	for _, row := range scheduled {
 		e.names.addScope(row.Topic)
 	}
-	return nil
+	return errors.Join(err, deadErr, scheduledErr)
 }
 
 // readStates reads, for each row, what each relay did with it.

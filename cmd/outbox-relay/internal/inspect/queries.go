@@ -53,8 +53,11 @@ const scheduledSQL = `-- inspect.scheduled
 SELECT id, topic, key, due_at, created_at, octet_length(payload)::bigint, greatest(extract(epoch FROM clock_timestamp() - greatest(least(due_at, '2200-01-01'), '1970-01-01')), 0)::float8, refused
 FROM effectonce.outbox_scheduled WHERE id = ANY ($1::uuid[]) ORDER BY due_at, id, topic LIMIT 1000`
 
+const lockLimitSQL = `-- inspect.lock_limit
+SELECT set_config('lock_timeout', '1s', true)`
+
 const topicsSQL = `-- inspect.topics
-SELECT DISTINCT t.topic FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) ORDER BY 1`
+SELECT DISTINCT t.topic, c.id_rule FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) ORDER BY 1, 2`
 
 const claimsSQL = `-- inspect.claims
 SELECT k.message_id, coalesce(c.name, 'consumer ' || k.consumer::text), coalesce(c.consumer_group, ''), k.processed_at, k.forever

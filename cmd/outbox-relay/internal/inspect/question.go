@@ -1,8 +1,10 @@
 package inspect
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -48,10 +50,6 @@ func parsePlace(text string) (p Place, ok bool) {
 	}
 	return Place{parts[0], int32(partition), offset}, true
 }
-
-// idHeaders are the headers that may identify a record, under the default rules of this release or
-// the previous one, in their order.
-var idHeaders = []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"} //nolint:gochecknoglobals // a constant
 
 // names are what identifies a message: the texts that it may carry, and the IDs under which it may
 // be claimed. An ID is derived from a text and its scope, so one text may have several IDs.
@@ -118,27 +116,41 @@ func (n *names) time(now time.Time) (time.Time, bool) {
 // firstID is a time before the first ULID.
 func firstID() time.Time { return time.Date(2016, 1, 1, 0, 0, 0, 0, time.UTC) }
 
-// Carried finds the ID that a record carries, as a consumer with the usual settings does.
-func Carried(record *kgo.Record) (text, scope string) {
-	scope = record.Topic
-	for _, h := range record.Headers {
-		if h.Key == "ce_source" && len(h.Value) > 0 {
-			scope = string(h.Value)
-			break
-		}
-	}
-	for _, name := range idHeaders {
+// Carried finds the ID that a record carries, as a consumer with a rule of these sources does.
+func Carried(record *kgo.Record, sources []dedup.IDSource) (text, scope string) {
+	value := func(name string) string {
 		for _, h := range record.Headers {
 			if h.Key == name && len(h.Value) > 0 {
-				return string(h.Value), scope
+				return string(h.Value)
 			}
+		}
+		return ""
+	}
+	scope = cmp.Or(value("ce_source"), record.Topic)
+	for _, source := range sources {
+		proven := func(h kgo.RecordHeader) bool { return h.Key != source.Header && strings.HasPrefix(h.Key, source.Proof) }
+		if text = value(source.Header); text != "" && (source.Proof == "" || slices.ContainsFunc(record.Headers, proven)) {
+			return text, scope
 		}
 	}
 	return "", scope
 }
 
+// carried finds the IDs that a record carries by the rules of the consumers.
+func (e *explainer) carried(record *kgo.Record) (texts []string, scope string) {
+	for _, sources := range e.rules {
+		var text string
+		if text, scope = Carried(record, sources); text != "" && !slices.Contains(texts, text) {
+			texts = append(texts, text)
+		}
+	}
+	return texts, scope
+}
+
 // match reports whether a record is the message.
-func (n *names) match(record *kgo.Record) bool {
-	text, scope := Carried(record)
-	return text != "" && (n.texts[text] || n.ids[dedup.MessageID(scope, []byte(text))])
+func (e *explainer) match(record *kgo.Record) bool {
+	texts, scope := e.carried(record)
+	return slices.ContainsFunc(texts, func(text string) bool {
+		return e.names.texts[text] || e.names.ids[dedup.MessageID(scope, []byte(text))]
+	})
 }

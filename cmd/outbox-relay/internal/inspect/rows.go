@@ -26,41 +26,35 @@ func asBytes(ids []uuid.UUID) [][16]byte {
 	return all
 }
 
-func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
-	rows, err := e.db.Query(ctx, inSchema(rowsSQL, e.Schema), asBytes(ids), above)
+// query reads rows of a section, which an error names.
+func query[T any](ctx context.Context, e *explainer, section, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
+	rows, err := e.db.Query(ctx, inSchema(sql, e.Schema), args...)
 	if err != nil {
-		return nil, wrap("read the outbox", err)
+		return nil, wrap("read "+section, err)
 	}
-	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Row, err error) {
-		err = row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
-		r.States = map[string]string{}
-		return r, err
-	})
-	return all, wrap("read the outbox", err)
+	all, err := pgx.CollectRows(rows, scan)
+	return all, wrap("read "+section, err)
+}
+
+func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
+	return query(ctx, e, "the outbox", rowsSQL, func(row pgx.CollectableRow) (Row, error) {
+		r := Row{States: map[string]string{}}
+		return r, row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
+	}, asBytes(ids), above)
 }
 
 func (e *explainer) dead(ctx context.Context, ids []uuid.UUID) ([]Dead, error) {
-	rows, err := e.db.Query(ctx, inSchema(deadSQL, e.Schema), asBytes(ids))
-	if err != nil {
-		return nil, wrap("read dead rows", err)
-	}
-	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Dead, err error) {
+	return query(ctx, e, "dead rows", deadSQL, func(row pgx.CollectableRow) (d Dead, err error) {
 		err = row.Scan(&d.Relay, &d.Seq, (*[16]byte)(&d.ID), &d.Topic, (*[]byte)(&d.Key), &d.Reason, &d.Error, &d.Attempts, &d.State, &d.DiedAt)
 		return d, err
-	})
-	return all, wrap("read dead rows", err)
+	}, asBytes(ids))
 }
 
 func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
-	rows, err := e.db.Query(ctx, inSchema(scheduledSQL, e.Schema), asBytes(ids))
-	if err != nil {
-		return nil, wrap("read messages for later", err)
-	}
-	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Scheduled, err error) {
+	return query(ctx, e, "messages for later", scheduledSQL, func(row pgx.CollectableRow) (r Scheduled, err error) {
 		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds, &r.Refused)
 		return r, err
-	})
-	return all, wrap("read messages for later", err)
+	}, asBytes(ids))
 }
 
 // states reads what each relay did with the rows.
@@ -110,29 +104,42 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 	return nil
 }
 
-func (e *explainer) consumerTopics(ctx context.Context) ([]string, error) {
+// readRules reads the consumers' topics, and their rules for IDs. Without consumers, each header that any
+// standard rule reads counts.
+func (e *explainer) readRules(ctx context.Context) error {
 	rows, err := e.db.Query(ctx, inSchema(topicsSQL, e.Schema))
 	if err != nil {
-		return nil, wrap("read the consumers' topics", err)
+		return wrap("read the consumers' topics", err)
 	}
-	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	return all, wrap("read the consumers' topics", err)
+	var topic, text string
+	texts := map[string]bool{}
+	_, err = pgx.ForEachRow(rows, []any{&topic, &text}, func() error {
+		e.scopes, texts[text] = append(e.scopes, topic), true
+		return nil
+	})
+	if len(texts) == 0 {
+		texts["standard+debezium+watermill"] = true
+	}
+	for _, text := range slices.Sorted(maps.Keys(texts)) {
+		rule, wrong := dedup.ParseIDRule(text)
+		if wrong != nil { // of a later release
+			e.out.Problems = append(e.out.Problems, wrong.Error())
+		}
+		e.rules = append(e.rules, rule.Sources())
+	}
+	e.scopes = slices.Compact(e.scopes)
+	return wrap("read the consumers' topics", err)
 }
 
-// readConsumers reads claims and parked messages.
-func (e *explainer) readConsumers(ctx context.Context) error {
-	ids := asBytes(e.names.sorted())
-	rows, err := e.db.Query(ctx, inSchema(claimsSQL, e.Schema), ids)
-	if err != nil {
-		return wrap("read claims", err)
-	}
-	e.out.Claims, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Claim, err error) {
+func (e *explainer) readClaims(ctx context.Context) (err error) {
+	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, func(row pgx.CollectableRow) (c Claim, err error) {
 		err = row.Scan((*[16]byte)(&c.ID), &c.Consumer, &c.Group, &c.ProcessedAt, &c.Forever)
 		return c, err
-	})
-	if err != nil {
-		return wrap("read claims", err)
-	}
+	}, asBytes(e.names.sorted()))
+	return err
+}
+
+func (e *explainer) readParked(ctx context.Context) error {
 	places := make([]Place, 0, len(e.out.Records)+1)
 	for _, record := range e.out.Records {
 		places = append(places, record.Place)
@@ -144,13 +151,9 @@ func (e *explainer) readConsumers(ctx context.Context) error {
 	for i, place := range places {
 		topics[i], partitions[i], offsets[i] = place.Topic, place.Partition, place.Offset
 	}
-	rows, err = e.db.Query(ctx, inSchema(parkedSQL, e.Schema), ids, topics, partitions, offsets)
-	if err != nil {
-		return wrap("read parked messages", err)
-	}
-	seqs, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	seqs, err := query(ctx, e, "parked messages", parkedSQL, pgx.RowTo[int64], asBytes(e.names.sorted()), topics, partitions, offsets)
 	if err != nil || len(seqs) == 0 {
-		return wrap("read parked messages", err)
+		return err
 	}
 	e.out.Parked, err = held.Parked.List(ctx, e.db, e.Schema, held.Filter{Seqs: seqs, Behind: true}, len(seqs))
 	for _, m := range e.out.Parked {
@@ -215,16 +218,12 @@ func (e *explainer) readPassed(ctx context.Context) error {
 		places[*e.place] = true
 	}
 	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {
-		rows, err := e.db.Query(ctx, inSchema(pastSQL, e.Schema), place.Topic, place.Partition, place.Offset)
-		if err != nil {
-			return wrap("read positions", err)
-		}
-		found, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (Passed, error) {
+		found, err := query(ctx, e, "positions", pastSQL, func(row pgx.CollectableRow) (Passed, error) {
 			p := Passed{Place: place}
 			return p, row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)
-		})
+		}, place.Topic, place.Partition, place.Offset)
 		if err != nil {
-			return wrap("read positions", err)
+			return err
 		}
 		for _, p := range found {
 			claimed := slices.ContainsFunc(e.out.Claims, func(c Claim) bool { return c.Consumer == p.Consumer })

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -28,14 +29,24 @@ const clockSlack = time.Minute
 // errEnough ends a scan before its end.
 var errEnough = errors.New("enough")
 
-func newRecord(r *kgo.Record) Record {
-	text, _ := Carried(r)
-	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: text}
+func newRecord(r *kgo.Record, texts []string) Record {
+	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
 	if r.Value != nil {
 		n := int64(len(r.Value))
 		found.PayloadBytes = &n
 	}
 	return found
+}
+
+// addRecord adds a record of the message, with the IDs that it carries.
+func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
+	texts, scope := e.carried(r)
+	e.out.Records = append(e.out.Records, newRecord(r, texts))
+	e.names.addScope(scope)
+	for _, text := range texts {
+		e.names.addText(text)
+	}
+	return texts
 }
 
 // coordinatesID returns the ID of a record that carries none, as the consumer computes it.
@@ -158,17 +169,14 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 			return errEnough
 		}
 		search.Records++
-		if !e.names.match(r) {
+		if !e.match(r) {
 			return nil
 		}
 		place := Place{r.Topic, r.Partition, r.Offset}
 		if slices.ContainsFunc(e.out.Records, func(known Record) bool { return known.Place == place }) {
 			return nil
 		}
-		text, scope := Carried(r)
-		e.names.addScope(scope)
-		e.names.addText(text)
-		e.out.Records = append(e.out.Records, newRecord(r))
+		e.addRecord(r)
 		return nil
 	})
 	if errors.Is(err, errEnough) {

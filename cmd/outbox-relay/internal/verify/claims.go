@@ -3,6 +3,7 @@ package verify
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -30,17 +31,19 @@ type position struct {
 type claims struct {
 	next      map[position]int64
 	consumers map[string][]int32
-	windows   map[string]time.Duration // the longest; 0: forever
-	waiting   map[string]*pending      // by topic
+	rules     map[string]map[string][]dedup.IDSource // by topic and rule
+	windows   map[string]time.Duration               // the longest; 0: forever
+	waiting   map[string]*pending                    // by topic
 }
 
 type pending struct {
-	ids    []uuid.UUID
-	places []inspect.Place
+	ids     [][16]byte
+	records []int // for each ID the index in places: a record has an ID by each rule
+	places  []inspect.Place
 }
 
 func readClaims(ctx context.Context, db operator.Querier, schema, group string) (*claims, error) {
-	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
+	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string][]dedup.IDSource{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
 	var p position
 	var next int64
 	rows, err := db.Query(ctx, inSchema(positionsSQL, schema), group)
@@ -51,13 +54,21 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 		return nil, fmt.Errorf("read the positions of group %q: %w", group, err)
 	}
 	var id int32
-	var topic string
+	var topic, text string
 	var window *float64
 	rows, err = db.Query(ctx, inSchema(consumersSQL, schema), group)
 	if err == nil {
-		_, err = pgx.ForEachRow(rows, []any{&id, &topic, &window}, func() error {
+		_, err = pgx.ForEachRow(rows, []any{&id, &topic, &text, &window}, func() error {
 			known := len(c.consumers[topic]) > 0
 			c.consumers[topic] = append(c.consumers[topic], id)
+			rule, err := dedup.ParseIDRule(text)
+			if err != nil {
+				return err
+			}
+			if !known {
+				c.rules[topic] = map[string][]dedup.IDSource{}
+			}
+			c.rules[topic][text] = rule.Sources()
 			switch {
 			case window == nil:
 				c.windows[topic] = 0
@@ -84,15 +95,20 @@ func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 		return nil
 	}
 	r.before[r.numbers[record.Topic]]++
-	text, scope := inspect.Carried(record)
-	if text == "" {
+	var ids []uuid.UUID
+	for _, sources := range r.claims.rules[record.Topic] {
+		if text, scope := inspect.Carried(record, sources); text != "" {
+			ids = append(ids, dedup.MessageID(scope, []byte(text)))
+		}
+	}
+	if len(ids) == 0 {
 		return nil
 	}
-	id := dedup.MessageID(scope, []byte(text))
 	if window := r.claims.windows[record.Topic]; window > 0 {
 		oldest := r.now.Add(windowSlack - window)
-		if at, timed := dedup.Time(id); record.Timestamp.Before(oldest) || timed && at.Before(oldest) {
-			return nil // forgotten
+		forgotten := func(id uuid.UUID) bool { at, timed := dedup.Time(id); return timed && at.Before(oldest) }
+		if record.Timestamp.Before(oldest) || slices.ContainsFunc(ids, forgotten) {
+			return nil
 		}
 	}
 	waiting := r.claims.waiting[record.Topic]
@@ -100,7 +116,9 @@ func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 		waiting = &pending{}
 		r.claims.waiting[record.Topic] = waiting
 	}
-	waiting.ids = append(waiting.ids, id)
+	for _, id := range ids {
+		waiting.ids, waiting.records = append(waiting.ids, id), append(waiting.records, len(waiting.places))
+	}
 	waiting.places = append(waiting.places, inspect.Place{Topic: record.Topic, Partition: record.Partition, Offset: record.Offset})
 	if len(waiting.ids) < claimsPage {
 		return nil
@@ -122,22 +140,19 @@ func (r *run) flushClaims(ctx context.Context) error {
 
 func (r *run) lookForClaims(ctx context.Context, topic string) error {
 	waiting := r.claims.waiting[topic]
-	ids := make([][16]byte, len(waiting.ids))
-	for i, id := range waiting.ids {
-		ids[i] = id
-	}
-	rows, err := r.db.Query(ctx, inSchema(unclaimedSQL, r.Schema), r.claims.consumers[topic], ids)
-	var places []int
+	rows, err := r.db.Query(ctx, inSchema(unclaimedSQL, r.Schema), r.claims.consumers[topic], waiting.ids, waiting.records)
+	var unclaimed []int
 	if err == nil {
-		places, err = pgx.CollectRows(rows, pgx.RowTo[int])
+		unclaimed, err = pgx.CollectRows(rows, pgx.RowTo[int])
 	}
 	if err != nil {
 		return fmt.Errorf("look for claims: %w", err)
 	}
-	for _, place := range places {
-		r.found(&r.report.Unclaimed, "message %s at %s is before the position of group %s, but not claimed", waiting.ids[place-1], waiting.places[place-1], r.Group)
+	for _, record := range unclaimed {
+		id := uuid.UUID(waiting.ids[slices.Index(waiting.records, record)])
+		r.found(&r.report.Unclaimed, "message %s at %s is before the position of group %s, but not claimed", id, waiting.places[record], r.Group)
 	}
-	r.report.Claimed += int64(len(ids))
-	waiting.ids, waiting.places = waiting.ids[:0], waiting.places[:0]
+	r.report.Claimed += int64(len(waiting.places))
+	*waiting = pending{waiting.ids[:0], waiting.records[:0], waiting.places[:0]}
 	return nil
 }

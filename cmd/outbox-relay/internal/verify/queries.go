@@ -36,14 +36,14 @@ SELECT topic, partition, next_offset FROM effectonce.consumer_positions WHERE co
 
 // consumersSQL returns a null window for forever.
 const consumersSQL = `-- verify.consumers
-SELECT c.id, t.topic, extract(epoch FROM c.dedup_window)::float8
+SELECT c.id, t.topic, c.id_rule, extract(epoch FROM c.dedup_window)::float8
 FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) WHERE c.consumer_group = $1`
 
-// unclaimedSQL returns which of the IDs $2 none of the consumers $1 has claimed.
+// unclaimedSQL returns for which of the records $3 none of the consumers $1 has claimed an ID, $2.
 const unclaimedSQL = `-- verify.unclaimed
-SELECT m.place::int FROM pg_catalog.unnest($2::uuid[]) WITH ORDINALITY AS m (id, place)
-WHERE NOT EXISTS (SELECT FROM effectonce.processed_messages p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
-  AND NOT EXISTS (SELECT FROM effectonce.processed_forever p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
-ORDER BY m.place`
+SELECT m.record FROM unnest($2::uuid[], $3::int[]) AS m (id, record) GROUP BY m.record HAVING NOT pg_catalog.bool_or(
+  EXISTS (SELECT FROM effectonce.processed_messages p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
+  OR EXISTS (SELECT FROM effectonce.processed_forever p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[])))
+ORDER BY m.record`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

@@ -2,6 +2,7 @@ package verify_test
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -75,10 +76,10 @@ func (s *site) start(run func(context.Context) error) (stop func()) {
 	}
 }
 
-func (s *site) consumer() *consumer.Consumer {
+func (s *site) consumer(idHeaders ...string) *consumer.Consumer {
 	s.Helper()
 	nothing := consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error { return nil })
-	c, err := consumer.New(s.pool, s.options(), nothing, consumer.Config{Group: s.group, Topics: []string{s.topic}})
+	c, err := consumer.New(s.pool, s.options(), nothing, consumer.Config{Group: s.group, Topics: []string{s.topic}, IDHeaders: idHeaders})
 	require.NoError(s, err)
 	return c
 }
@@ -89,9 +90,9 @@ func (s *site) count(sql string) (n int) {
 	return n
 }
 
-func (s *site) consume(claims int) {
+func (s *site) consume(claims int, idHeaders ...string) {
 	s.Helper()
-	stop := s.start(s.consumer().Run)
+	stop := s.start(s.consumer(idHeaders...).Run)
 	testwait.True(s, "the claims", func() bool { return s.count("SELECT count(*) FROM effectonce.processed_messages") >= claims })
 	stop()
 }
@@ -119,6 +120,33 @@ func (s *site) again(seq int) {
 	require.NoError(s, s.pool.QueryRow(s.Context(), "SELECT id::text, key FROM effectonce.outbox WHERE seq = $1", seq).Scan(&id, &key))
 	record := &kgo.Record{Topic: s.topic, Key: key, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id)}}}
 	require.NoError(s, kafkatest.Client(s).ProduceSync(s.Context(), record).FirstErr())
+}
+
+// Property: claims are looked for under the IDs that the consumer's own rule gives: no message that it handled
+// is called lost. A table that is locked hides nothing else.
+func TestTheConsumersRuleCounts(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 1)
+	for n := range 5 {
+		headers := []kgo.RecordHeader{{Key: "message-id", Value: fmt.Append(nil, "m", n)}, {Key: "x", Value: fmt.Append(nil, "x", n)}}
+		require.NoError(t, s.client().ProduceSync(t.Context(), &kgo.Record{Topic: s.topic, Headers: headers}).FirstErr())
+	}
+	s.consume(5, "x")
+	s.drain()
+	report := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
+	assert.Equal(t, []int64{5, 0}, []int64{report.Claimed, report.Unclaimed.Count}, report)
+	tx, err := s.pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), "LOCK TABLE effectonce.parked_messages, effectonce.outbox_dead IN ACCESS EXCLUSIVE MODE")
+	require.NoError(t, err)
+	for _, text := range []string{s.topic + "/0/3", "x3"} {
+		x, err := inspect.Explain(t.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, inspect.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
+		require.NoError(t, err)
+		require.Len(t, x.Claims, 1, text)
+		assert.Equal(t, "x3", x.Records[0].MessageID)
+		assert.Contains(t, strings.Join(x.Problems, "\n"), "read parked messages: ERROR: canceling statement due to lock timeout")
+	}
+	require.NoError(t, tx.Rollback(t.Context()))
 }
 
 // everythingPublished moves progress past all rows, as if they were in the topic.

@@ -3,6 +3,7 @@ package dedup
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -154,7 +155,7 @@ func (m *maintenance) empty(ctx context.Context, db StatsQuerier) ([]day, error)
 // the horizon.
 func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error) {
 	horizon, err := m.horizon(ctx, db)
-	if err != nil || horizon == nil {
+	if err != nil {
 		return nil, err
 	}
 	all, err := m.days(ctx, db)
@@ -162,8 +163,11 @@ func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error
 		return nil, err
 	}
 	n := 0
-	for n < len(all) && !all[n].to.After(*horizon) {
+	for n < len(all) && horizon != nil && !all[n].to.After(*horizon) {
 		n++
+	}
+	if m.report.HeldBack = ""; slices.ContainsFunc(all[n:], func(d day) bool { return d.bytes > 0 && m.window != nil && !d.to.After(*m.window) }) {
+		m.report.HeldBack = m.slowest
 	}
 	return all[:n], nil
 }
@@ -176,13 +180,12 @@ func (m *maintenance) horizon(ctx context.Context, db StatsQuerier) (*time.Time,
 	if err := db.QueryRow(ctx, m.in(horizonSQL), dropMargin).Scan(&window, &passed, &slowest); err != nil {
 		return nil, fmt.Errorf("read windows and positions: %w", err)
 	}
-	m.report.HeldBack = ""
+	m.window = window
 	if window == nil {
 		return nil, nil //nolint:nilnil // no horizon
 	}
 	if slowest != nil && (passed == nil || passed.Before(*window)) {
-		m.report.HeldBack = *slowest
-		window = passed
+		m.slowest, window = *slowest, passed
 	}
 	if window != nil {
 		m.report.Horizon = *window

@@ -128,6 +128,8 @@ type maintenance struct {
 	dry     bool
 	lookMax time.Duration
 	epoch   int64
+	window  *time.Time // up to which the longest window allows forgetting
+	slowest string     // the position that is behind that
 	report  Report
 }
 

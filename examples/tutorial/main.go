@@ -14,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -40,9 +41,11 @@ func run(ctx context.Context, databaseURL string, brokers []string) error {
 	if _, err := pool.Exec(ctx, `CREATE TABLE IF NOT EXISTS invoices (order_id text, amount int)`); err != nil {
 		return err
 	}
-	// Publish: the message is in the outbox if this transaction commits.
+	// Publish: the message is in the outbox if this transaction commits. Its ID names the order.
 	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		return outbox.Publish(ctx, tx, outbox.Message{Topic: "orders", Key: []byte("order-1"), Payload: []byte(`{"ID": "order-1", "Amount": 100}`)})
+		return outbox.Publish(ctx, tx, outbox.Message{
+			ID: dedup.MessageID("shop", []byte("order-1")), Topic: "orders", Key: []byte("order-1"), Payload: []byte(`{"ID": "order-1", "Amount": 100}`),
+		})
 	})
 	if err != nil {
 		return err

@@ -312,14 +312,11 @@ func TestRetryAll(t *testing.T) {
 	assert.Equal(t, 601, report.Done)
 	require.Len(t, report.Left, 601)
 	assert.Contains(t, report.Left[0].Why, "must not be made twice")
-	changed := false
 	report = all(keys.CallHappened, func(done int) {
 		if done == 1 {
 			exec(t, pool, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = '5'`) // decided, and in doubt again
-			changed = true
 		}
 	})
-	assert.True(t, changed)
 	assert.Equal(t, 599, report.Done)
 	require.Len(t, report.Left, 2)
 	assert.Contains(t, report.Left[0].Why, "may be on its way until")

@@ -130,7 +130,7 @@ type partition struct{ topic, partition int32 }
 func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Options) (_ *Report, err error) {
 	dir, err := os.MkdirTemp("", "outbox-relay-verify-")
 	if err != nil {
-		return nil, fmt.Errorf("create a directory for temporary files: %w", err)
+		return nil, fmt.Errorf("create a directory for temporary files: %w: set TMPDIR to one that can be written", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	r := &run{

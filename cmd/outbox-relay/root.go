@@ -55,8 +55,7 @@ func execute(ctx context.Context, args []string, lookup func(name string) (value
 	case errors.Is(err, errUnhealthy):
 		return exitNotWell
 	case ctx.Err() != nil:
-		_, _ = io.WriteString(problems, "error: interrupted\n")
-		return exitNotWell
+		err = fmt.Errorf("interrupted: %w", err) // it says what was done
 	}
 	if pgerr.Is(err, pgerr.InsufficientPrivilege) {
 		err = fmt.Errorf("%w: \"outbox-relay doctor\" lists the rights that the role lacks", err)

@@ -100,7 +100,7 @@ func (l *lane) release(list []due) bool {
 		l.warn("could not read due parked messages; will retry", false, err)
 	}
 	if len(msgs) == 0 {
-		if l.p.given != nil { // nobody polls
+		if l.p.given != nil { // Deliver does not poll
 			l.pause(l.p.consumer.watchEvery)
 		}
 		return false

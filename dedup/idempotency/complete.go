@@ -331,7 +331,7 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 	key := f.key(u)
 	s, err := read(f.op.pool.QueryRow(ctx, f.op.sql.look, key.Scope, key.Operation, key.Value))
-	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 {
+	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 || s.flow == nil || *s.flow != f.cfg.Name {
 		return false, err
 	}
 	if !f.knows(s) {

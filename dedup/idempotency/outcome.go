@@ -54,11 +54,11 @@ var (
 	// ErrUnanswered: the connection was lost during COMMIT, so the outcome is unknown. A retry with
 	// the same key resolves it.
 	ErrUnanswered = errors.New("the database did not answer COMMIT: retry with the same key")
-	// ErrUnreadable: the request was executed, but this program cannot read the stored response. It
-	// lacks the encryption key (ErrUnknownSealKey) or Config.Seal, or the text was changed. A retry
-	// with the same key gets the response from a program that can read it; another key would have a
-	// second effect.
-	ErrUnreadable = errors.New("the request with this idempotency key was executed, and its stored response cannot be read")
+	// ErrUnreadable: the key was used, and this program cannot read what is stored of it, or compare the
+	// request with it. It lacks the encryption key (ErrUnknownSealKey) or Config.Seal, or the text was
+	// changed. A retry with the same key is answered by a program that can read it; another key could
+	// have a second effect.
+	ErrUnreadable = errors.New("the idempotency key was used, and what is stored under it cannot be read")
 )
 
 // InProgressError is an ErrInProgress with the time after which a retry is worthwhile.

@@ -233,7 +233,7 @@ func TestDocumentedRotation(t *testing.T) {
 	require.Equal(t, map[string][3]int{"new": {2, 0, 0}}, documentedRest(t, pool))
 }
 
-// Property: under Seal a fingerprint is keyed: nobody finds a request of few possible values by trying. Equal
+// Property: under Seal a fingerprint is keyed: a request of few possible values cannot be found by trying. Equal
 // requests are told from others as before, whichever key is current, and for rows from before Seal. Without
 // the key there is no answer: above all not that the request is another one.
 func TestFingerprintsAreKeyed(t *testing.T) {

@@ -218,10 +218,11 @@ func (k Kind) Show(ctx context.Context, db operator.Querier, schema string, ref 
 // hide replaces the values of headers that hold secrets of a client, by their names.
 func hide(stored json.RawMessage) json.RawMessage {
 	var headers map[string]json.RawMessage
-	if json.Unmarshal(stored, &headers) != nil || len(headers) == 0 {
-		return stored
+	if json.Unmarshal(stored, &headers) != nil {
+		return nil
 	}
-	secret := []string{"authorization", "cookie", "token", "secret", "password", "credential", "api-key", "apikey"}
+	// Raw headers are all of a message's, where JSON cannot hold the name of one: see package consumer.
+	secret := []string{"authorization", "cookie", "token", "secret", "password", "credential", "api-key", "apikey", "effectonce-raw-headers"}
 	for name := range headers {
 		if slices.ContainsFunc(secret, func(word string) bool { return strings.Contains(strings.ToLower(name), word) }) {
 			headers[name] = json.RawMessage(`"(hidden)"`)

@@ -124,6 +124,7 @@ GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, eff
   effectonce.processed_forever, effectonce.maintenance, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
+GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_operator; -- replay
 -- Not the columns that say where in which key a dead row is: the rows behind it would wait for another one.
 GRANT UPDATE (state, headers, payload) ON effectonce.outbox_dead TO effectonce_operator;
 GRANT UPDATE, DELETE ON effectonce.parked_messages TO effectonce_operator;

@@ -270,7 +270,7 @@ func TestBrokersInTheClearAreRefused(t *testing.T) {
 	environment := map[string]string{"DATABASE_URL": "postgres://u@127.0.0.1:1/d", "KAFKA_BROKERS": "kafka.invalid:9092"}
 	const refused, remedy = "--brokers: kafka.invalid:9092 is another machine", "want --kafka-tls; --insecure if you trust that network"
 	for _, command := range []string{
-		"run", "doctor", "status", "positions", "explain 00000000-0000-7000-8000-000000000000", "verify", "replay --from 2000-01-01T00:00:00Z --to 2000-01-02T00:00:00Z",
+		"run", "doctor", "status", "positions", "explain 00000000-0000-7000-8000-000000000000", "verify",
 		"topics pause orders", "consumer resume-at --group g --topic orders --partition 0 --at earliest --why w", "demo", "bench consume", "bench relay",
 	} {
 		r := run(t, environment, strings.Fields(command)...)

@@ -194,9 +194,6 @@ func TestCommandsReachSecuredBrokers(t *testing.T) {
 			r := run(t, environment, "doctor")
 			assert.Contains(t, r.stdout, brokersAnswer)
 			assertNoCanary(t, r, "doctor")
-			r = run(t, environment, "replay", "--from", "2000-01-01T00:00:00Z")
-			assert.Contains(t, r.stdout, "1 of 1 row published again")
-			assertNoCanary(t, r, "replay")
 		})
 	}
 }

@@ -124,7 +124,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"relays list", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test --wait 0s", "topics list", "topics resume orders --why test",
 		"consumer pause --group billing --topic orders --why test", "consumer resume --group billing --topic orders", "consumer id-rule",
 		"consumer resume-at --group billing --topic orders --partition 0 --at latest --why test", "consumer resume-at --group billing --topic orders --partition 0 --cancel --why test",
-		"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z --topic " + topic,
+		"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z --yes --topic " + topic,
 	} {
 		r := runKafka(t, operator, strings.Fields(line)...)
 		for _, word := range []string{"permission", "denied", "rights that", "GRANT"} {

@@ -235,5 +235,5 @@ func TestRowsOfAnyTimeAreShown(t *testing.T) {
 	execSQL(t, conn, `DELETE FROM effectonce.outbox_scheduled`)
 	drain(t, address)
 	shown([]string{"explain", id + "2"}, []string{"verify"},
-		[]string{"replay", "--topic", topic, "--from", "2000-01-01T00:00:00Z", "--why", "x", "--dry-run"})
+		[]string{"replay", "--topic", topic, "--from", "2000-01-01T00:00:00Z", "--why", "x"})
 }

@@ -1,5 +1,4 @@
-// Package record makes Kafka records from outbox rows: their headers, partition and size limit. The
-// relay and a replay both use it.
+// Package record makes Kafka records from outbox rows: their headers and partition.
 package record
 
 import (
@@ -14,6 +13,12 @@ const (
 	HeaderMessageID  = "message-id"
 	HeaderOccurredAt = "occurred-at"
 	HeaderPartition  = "effectonce-partition"
+)
+
+// Bounds on the bytes of a record.
+const (
+	BytesDefault = 1_048_588  // Kafka's default of max.message.bytes
+	BytesMax     = 90_000_000 // below what the client writes in one request
 )
 
 // Header has the underlying type of outbox.Header: this package does not import the library.

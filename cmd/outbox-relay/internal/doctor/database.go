@@ -142,8 +142,8 @@ func statusRights() []right {
 	}
 }
 
-// operatorRights is all that the commands of an operator need: read everything, and act on what
-// waits. The operator role in migrations/roles.sql has the same rights.
+// operatorRights is all that the commands of an operator need: read everything, act on what waits,
+// and publish again. The operator role in migrations/roles.sql has the same rights.
 func operatorRights(schema string) []right {
 	rights := []right{
 		{"schema", schema, "USAGE"},
@@ -151,6 +151,7 @@ func operatorRights(schema string) []right {
 		{"sequence", "outbox_slot", "SELECT"},
 		{"function", "outbox_sequence_state()", "EXECUTE"},
 		{"function", "repair_outbox_sequences()", "EXECUTE"},
+		{"table", "outbox", "SELECT,INSERT(id topic key payload headers created_at)"},
 		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
 		{"table", "outbox_dead", "SELECT,UPDATE(state headers payload)"},
 		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
@@ -167,7 +168,7 @@ func operatorRights(schema string) []right {
 			"body_dropped sealed finished_at expires_at)"},
 	}
 	for _, table := range []string{
-		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",
+		"schema_version", "schema_compatibility", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",
 		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "fences", "pending_requests",
 		"outbox_backlog",
 	} {

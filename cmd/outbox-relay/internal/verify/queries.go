@@ -23,13 +23,9 @@ ORDER BY o.seq`
 
 // unpublishedSQL lists rows that the relay has passed and that are in no topic: dead rows, and rows
 // that an operator discarded. It is read after progress: a row that leaves outbox_dead in between
-// is published, or discarded.
+// is published.
 const unpublishedSQL = `-- verify.unpublished
-SELECT seq FROM effectonce.outbox_dead WHERE relay = $1
-UNION
-SELECT (subject->>'seq')::bigint FROM effectonce.operator_actions
-WHERE what = 'dead.discard' AND subject->>'seq' ~ '^[0-9]{1,18}$' AND coalesce(subject->>'relay', $1) = $1
-ORDER BY seq`
+SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 ORDER BY seq`
 
 const positionsSQL = `-- verify.positions
 SELECT topic, partition, next_offset FROM effectonce.consumer_positions WHERE consumer_group = $1 AND next_offset IS NOT NULL`

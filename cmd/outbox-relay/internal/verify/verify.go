@@ -67,7 +67,7 @@ type Report struct {
 	Moved int64 `json:"moved_keys"`
 
 	Missing    Finding `json:"missing"`      // published, and not in the topic
-	Duplicates Finding `json:"duplicates"`   // records beyond the first of their ID and topic
+	Duplicates Finding `json:"duplicates"`   // records beyond the rows of their ID and topic
 	OutOfOrder Finding `json:"out_of_order"` // first records that follow a later row of their key
 	Unclaimed  Finding `json:"unclaimed"`    // records before the group's position without a claim
 }

@@ -24,7 +24,7 @@ func newPositions(s *cli.Settings) *cobra.Command {
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "positions",
 		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
-		Long: `Show, per shard of a relay: holder, tick and its age, floor, and unpublished rows (of the last 100000). Show, per
+		Long: `Show, per shard of a relay: holder, tick and its age, floor, and rows that wait. Show, per
 partition of a group: stored position, holder, operators' orders, and why it halted. With --brokers also the ends of
 topics, and topics of consumers that do not exist.
 
@@ -78,18 +78,17 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 func printPositions(out io.Writer, p *inspect.Positions) error {
 	var text strings.Builder
 	if len(p.Shards) > 0 {
-		text.WriteString("relay\tshard\tlag\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch\n")
+		text.WriteString("relay\tshard\twaiting\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch\n")
 	}
 	for _, s := range p.Shards {
 		age, owner, left := "-", "none", "-"
 		if s.TickAgeSeconds != nil {
 			age = human.Seconds(*s.TickAgeSeconds)
 		}
-		if s.LeaseLeftSeconds > 0 {
+		if s.Owner != "" {
 			owner, left = terminal.Plain(s.Owner), human.Seconds(s.LeaseLeftSeconds)
 		}
-		lag := strconv.FormatInt(s.Lag, 10)
-		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, lag, s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
+		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
 	}
 	if err := terminal.PrintTable(out, text.String()); err != nil {
 		return err

@@ -103,7 +103,7 @@ func TestRunPublishesAndDrains(t *testing.T) {
 
 	v := runOn(t, address, "status", "--interval", "0s", "--json").object(t)
 	relay := v["relays"].([]any)[0].(map[string]any)
-	assert.Equal(t, []any{false, 0.0, 20.0}, []any{relay["live"], relay["waiting"], relay["published"]})
+	assert.Equal(t, []any{"", 0.0, 20.0}, []any{relay["owner"], relay["waiting"], relay["published"]})
 }
 
 // Property: a relay that starts while its database is unreachable waits for it, logs that, and

@@ -18,6 +18,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
@@ -65,7 +66,7 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 	addLagAgeMax(cmd.Flags(), &opts.lagAgeMax)
 	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
 	cli.CommandLineOnly(cmd.Flags(), "watch")
-	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, doctor.CountMax, "how many messages may be parked")
+	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
 	cli.AddJSON(cmd, &opts.json)
 	return cmd
 }
@@ -107,7 +108,7 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
 	}
 	if opts.interval > 0 {
-		before, err := doctor.ReadProgress(ctx, conn, s.Schema)
+		before, err := pipeline.Shards(ctx, conn, s.Schema, nil)
 		if err != nil {
 			return nil, err
 		}
@@ -211,22 +212,27 @@ func relaysText(status *doctor.Status) string {
 	var text strings.Builder
 	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
 	for _, r := range status.Relays {
-		waiting, oldest, rate, owner, left := strconv.FormatInt(r.Waiting, 10), "-", "-", "none", "-"
-		if !r.WaitingExact {
-			waiting = "about " + waiting
-		}
-		if r.Waiting > 0 {
+		waiting, oldest, rate, owner, left := waitingText(r.Progress), "-", "-", "none", "-"
+		if r.OldestWaitingSeconds > 0 {
 			oldest = human.Seconds(r.OldestWaitingSeconds)
 		}
 		if r.RowsPerSecond != nil {
 			rate = fmt.Sprintf("%.0f", *r.RowsPerSecond)
 		}
-		if r.Live {
+		if r.Owner != "" {
 			owner, left = terminal.Plain(r.Owner), human.Seconds(r.LeaseLeftSeconds)
 		}
-		terminal.Add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
+		terminal.Add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, doctor.ReasonsText(r.Dead, r.DeadExact), owner, left, r.Epoch)
 	}
 	return text.String()
+}
+
+func waitingText(s pipeline.Progress) string {
+	text := strconv.FormatInt(s.Waiting, 10)
+	if !s.WaitingExact {
+		text = "about " + text
+	}
+	return text
 }
 
 func consumersText(status *doctor.Status) string {
@@ -241,21 +247,9 @@ func consumersText(status *doctor.Status) string {
 		if c.Behind != nil {
 			behind = human.Seconds(c.Behind.AgeSeconds)
 		}
-		terminal.Add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, byReason(c.Parked), c.HeldKeys, oldest)
+		terminal.Add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, doctor.ReasonsText(c.Parked, c.ParkedExact), c.HeldKeys, oldest)
 	}
 	return text.String()
-}
-
-// byReason is a number of rows and their reasons, in a fixed order.
-func byReason(counts map[string]int64) string {
-	var total int64
-	for _, n := range counts {
-		total += n
-	}
-	if total == 0 {
-		return "0"
-	}
-	return fmt.Sprintf("%d (%s)", total, doctor.ReasonsText(counts))
 }
 
 // watchStatus repeats the status until ctx ends, and then returns nil.

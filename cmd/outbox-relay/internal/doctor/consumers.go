@@ -13,6 +13,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -31,8 +32,9 @@ type ConsumerStatus struct {
 	// MissingTopics are those of its topics that Kafka does not have. Empty if Kafka was not asked:
 	// see Status.KafkaError.
 	MissingTopics []string `json:"missing_topics"`
-	// Parked counts messages by reason, at most CountMax of all consumers.
-	Parked map[string]int64 `json:"parked"`
+	// Parked counts messages by reason; not exact: there are more, CountMax were counted.
+	Parked      map[string]int64 `json:"parked"`
+	ParkedExact bool             `json:"parked_exact"`
 	// HeldKeys counts keys whose first message is parked, within the same bound.
 	HeldKeys int64 `json:"held_keys"`
 	// OldestParkedSeconds is the age of the oldest parked message; 0: there is none.
@@ -172,7 +174,7 @@ func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema st
 }
 
 func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
-	rows, err := db.Query(ctx, inSchema(parkedSQL, schema), CountMax)
+	rows, err := db.Query(ctx, inSchema(parkedSQL, schema), pipeline.CountMax)
 	if err != nil {
 		return err
 	}
@@ -188,6 +190,10 @@ func (s *Status) readParked(ctx context.Context, db operator.Querier, schema str
 		}
 		return nil
 	})
+	for i := range s.Consuming {
+		c := &s.Consuming[i]
+		c.ParkedExact = sum(c.Parked) < pipeline.CountMax
+	}
 	return err
 }
 
@@ -206,8 +212,8 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s: %s", c.Name, c.Behind.text(), c.Behind.remedy(c.Group)))
 		}
 		if n := c.parked(); n > 0 && all > parkedMax {
-			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s parked, %s held, the oldest for %s: see \"outbox-relay parked list\"",
-				c.Name, human.Count(n, "message"), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s%s parked, %s held, the oldest for %s: see \"outbox-relay parked list\"",
+				c.Name, atLeast(c.ParkedExact), human.Count(n, "message"), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
 		}
 	}
 }
@@ -215,11 +221,29 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 // oneLine turns the text of a foreign error into one line that a terminal can show.
 func oneLine(text string) string { return terminal.Clip(text, 300) }
 
-// ReasonsText formats counts by reason, in a fixed order.
-func ReasonsText(counts map[string]int64) string {
+// ReasonsText formats counts by reason, in a fixed order. Not exact: there are more.
+func ReasonsText(counts map[string]int64, exact bool) string {
+	total := sum(counts)
+	if total == 0 {
+		return "0"
+	}
 	var reasons []string
 	for _, reason := range slices.Sorted(maps.Keys(counts)) {
 		reasons = append(reasons, fmt.Sprintf("%s %d", reason, counts[reason]))
 	}
-	return strings.Join(reasons, ", ")
+	return fmt.Sprintf("%s%d (%s)", atLeast(exact), total, strings.Join(reasons, ", "))
+}
+
+func atLeast(exact bool) string {
+	if exact {
+		return ""
+	}
+	return "at least "
+}
+
+func sum(counts map[string]int64) (total int64) {
+	for _, n := range counts {
+		total += n
+	}
+	return total
 }

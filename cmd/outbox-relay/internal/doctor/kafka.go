@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -294,30 +295,18 @@ func prefixed(wanted map[string]wantedTopic, prefix string) map[string]wantedTop
 }
 
 func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[string]wantedTopic, error) {
-	all, err := ReadProgress(ctx, db, schema)
+	all, err := shardsOf(ctx, db, schema, "")
 	if err != nil {
 		return nil, err
 	}
-	system := systemIdentifier(ctx, db)
+	waiting, err := pipeline.Topics(ctx, db, schema, all, TopicRowsMax)
+	if err != nil {
+		return nil, err
+	}
 	overhead := int64((&outbox.Message{}).RecordBytes())
 	wanted := map[string]wantedTopic{}
-	for _, p := range named(all, "") {
-		if p.moved(system) {
-			p.aboveFloor()
-		}
-		rows, err := db.Query(ctx, inSchema(waitingTopicsSQL, schema), p.waiting().args(TopicRowsMax)...)
-		if err != nil {
-			return nil, fmt.Errorf("read topics of waiting rows: %w", err)
-		}
-		var name string
-		var largest int64
-		_, err = pgx.ForEachRow(rows, []any{&name, &largest}, func() error {
-			wanted[name] = wantedTopic{largest: max(overhead+largest, wanted[name].largest)}
-			return nil
-		})
-		if err != nil {
-			return nil, fmt.Errorf("read topics of waiting rows: %w", err)
-		}
+	for name, largest := range waiting {
+		wanted[name] = wantedTopic{largest: overhead + largest}
 	}
 	rows, err := db.Query(ctx, inSchema(deadTopicsSQL, schema), TopicRowsMax)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 )
 
 // PausedTopic is a topic whose rows wait until an operator resumes it.
@@ -24,7 +25,7 @@ type PausedTopic struct {
 
 // readPausedTopics reads the paused topics, also those without waiting rows: their next row waits.
 func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) error {
-	rows, err := db.Query(ctx, inSchema(pausedTopicsSQL, schema), relay, CountMax)
+	rows, err := db.Query(ctx, inSchema(pausedTopicsSQL, schema), relay, pipeline.CountMax)
 	if err != nil {
 		return fmt.Errorf("read paused topics: %w", err)
 	}
@@ -42,24 +43,21 @@ func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, sche
 	return nil
 }
 
-// judgeDead says what to do about the rows in outbox_dead. Rows of a paused topic, and rows behind
+// deadProblem says what to do about the rows in outbox_dead. Rows of a paused topic, and rows behind
 // them, only need the pause to end.
-func (s *Status) judgeDead(r RelayStatus) {
-	var dead int64
-	for _, n := range r.Dead {
-		dead += n
-	}
-	paused := r.Dead["paused"]
+func (s *Status) deadProblem(r RelayStatus) string {
+	dead, paused := sum(r.Dead), r.Dead["paused"]
 	stopped := slices.ContainsFunc(s.PausedTopics, func(p PausedTopic) bool { return p.Relay == r.Relay })
 	switch {
 	case dead == 0:
 	// The pause has ended: they are published by themselves.
 	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead:
 	case paused > 0 && paused+r.Dead["behind"] == dead:
-		s.problem(r, "%s of paused topics in outbox_dead: \"outbox-relay topics resume\" publishes them, \"topics list\" shows the topics", human.Count(dead, "row"))
+		return fmt.Sprintf("%s%s of paused topics in outbox_dead: \"outbox-relay topics resume\" publishes them, \"topics list\" shows the topics", atLeast(r.DeadExact), human.Count(dead, "row"))
 	case paused > 0:
-		s.problem(r, "%s in outbox_dead, which hold their keys: read the column error and fix the cause; %d more of paused topics: \"outbox-relay topics resume\" publishes them", human.Count(dead-paused, "row"), paused)
+		return fmt.Sprintf("%s%s in outbox_dead, which hold their keys: read the column error and fix the cause; %d more of paused topics: \"outbox-relay topics resume\" publishes them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)
 	default:
-		s.problem(r, "%s in outbox_dead, which hold their keys: read the column error and fix the cause", human.Count(dead, "row"))
+		return fmt.Sprintf("%s%s in outbox_dead, which hold their keys: read the column error and fix the cause", atLeast(r.DeadExact), human.Count(dead, "row"))
 	}
+	return ""
 }

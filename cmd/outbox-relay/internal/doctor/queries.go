@@ -2,83 +2,12 @@ package doctor
 
 import "github.com/effectonce/effectonce/migrations"
 
-// progressSQL reads every relay's cursor and the fields of its two ticks. seq counts only while a
-// batch takes several pages, that is while next_tick is set. The row includes the clock's epoch, so
-// that a rate is computed from the database's time. A shard that no replica ever took has no
-// cursor: it is at the beginning.
-const progressSQL = `-- doctor.progress
-SELECT p.relay, p.shard, coalesce(p.owner, ''),
-  coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch, p.published,
-  p.tick, p.floor, CASE WHEN p.next_tick IS NULL THEN 0 ELSE p.seq END,
-  t.seq_last, pg_snapshot_xmax(t.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(t.snapshot) x),
-  pg_snapshot_xmax(n.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(n.snapshot) x),
-  p.system_identifier, extract(epoch FROM clock_timestamp())::float8, p.shards
-FROM (
-  SELECT relay, shard, owner, lease_until, epoch, published, tick, floor, next_tick, seq, system_identifier, shards FROM effectonce.outbox_progress_now
-  UNION ALL
-  SELECT r.relay, s.shard, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, r.shards
-  FROM effectonce.outbox_relays r CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
-  WHERE NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = r.relay AND p.shard = s.shard)
-) p
-LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
-LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
-ORDER BY p.relay, p.shard`
-
-// waitingRows are the committed rows that a relay has not published yet; $1 to $8 are a
-// waitingRange. A row is published if it is visible in the tick behind the cursor or, while a batch
-// takes several pages, up to seq ($4, else 0) if it is visible in the next tick. So the rows that
-// wait are
-//
-//   - rows of transactions that were open at a tick and that its snapshot names: each transaction
-//     is looked up by its id, within its own range of seq;
-//   - between batches: rows with a transaction id from the tick's xmax ($2) on;
-//   - inside a batch: those of them behind seq, found by seq, because the part of the batch that is
-//     already published has such ids too; and, up to seq, rows from the next tick's xmax ($5) on.
-//
-// $10 is the number of shards into which the relay divides the rows, $11 the shard asked for.
-//
-// Each branch walks one index. Expressions (pairs, coalesce) hide from the planner what could make
-// it take the other index. Each branch stops at $9 rows, so that the cost is bounded whatever the
-// backlog.
-const waitingRows = `
-  SELECT * FROM (
-    (SELECT late.*
-     FROM unnest($6::text[]::xid8[], $7::bigint[], $8::bigint[]) AS open (txid, low, high) CROSS JOIN LATERAL (
-       SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-       WHERE (o.txid, o.seq) > (open.txid, open.low) AND (o.txid, o.seq) <= (open.txid, open.high) AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int
-       ORDER BY o.txid, o.seq LIMIT $9) late)
-    UNION ALL
-    (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-     WHERE $4 = 0 AND (o.txid, o.seq) > ($2::text::xid8, $3) AND o.seq > $3 AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int
-     ORDER BY o.txid, o.seq LIMIT $9)
-    UNION ALL
-    (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-     WHERE $4 > 0 AND o.seq > $1 AND coalesce(o.txid, '0'::xid8) >= $2::text::xid8 AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int
-     ORDER BY o.seq LIMIT $9)
-    UNION ALL
-    (SELECT fresh.* FROM (
-       SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-       WHERE $4 > 0 AND (o.txid, o.seq) > ($5::text::xid8, $3) AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int ORDER BY o.txid, o.seq LIMIT $9) fresh
-     WHERE fresh.seq > $3 AND fresh.seq <= $4)
-  ) waiting LIMIT $9`
-
-// countSQL also reads the first row and the end of the sequence, for an estimate if the count
-// stopped at its limit.
-const countSQL = `-- doctor.count
-SELECT count(*), greatest(extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(created_at), '2200-01-01'), '1970-01-01')), 0)::float8,
-  coalesce(pg_catalog.min(seq), 0), coalesce(pg_catalog.pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)
-FROM (` + waitingRows + `) counted`
-
-// waitingTopicsSQL estimates the part of a record that comes from the row. The JSON text of headers
-// is about as long as they are on the wire.
-const waitingTopicsSQL = `-- doctor.waiting_topics
-SELECT topic, pg_catalog.max(coalesce(octet_length(key), 0) + coalesce(octet_length(payload), 0) + octet_length(headers::text))
-FROM (` + waitingRows + `) sized GROUP BY topic`
-
-// deadSQL counts each dead row in its shard.
+// deadSQL counts each dead row in its shard, at most $2 rows of each of the relays $1.
 const deadSQL = `-- doctor.dead
-SELECT d.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
-FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead WHERE state IN ('held', 'behind', 'retry') LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
+SELECT k.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
+FROM unnest($1::text[]) AS k (relay) CROSS JOIN LATERAL (
+  SELECT d.shard, d.reason FROM effectonce.outbox_dead d WHERE d.relay = k.relay AND d.state IN ('held', 'behind', 'retry') LIMIT $2) d
+LEFT JOIN effectonce.outbox_relays r ON r.relay = k.relay
 GROUP BY 1, 2, 3`
 
 // pausedTopicsSQL reads every relay if $1 is empty. It counts the rows of each topic up to a bound.
@@ -118,14 +47,15 @@ FROM (
 WHERE b.seconds > $1::float8
 ORDER BY b.name, b.seconds DESC`
 
-// parkedSQL counts at most $1 rows. The first parked row of a key holds the key: it is behind no
+// parkedSQL counts at most $1 rows of each consumer. The first parked row of a key holds the key: it is behind no
 // other row. Rows that a consumer tries again by itself count as "retry" for two hours.
 const parkedSQL = `-- doctor.parked
 SELECT c.name, p.reason, count(*),
   pg_catalog.count(DISTINCT (p.topic, p.partition, sha256(p.key))) FILTER (WHERE p.state <> 'behind' AND p.key IS NOT NULL),
   extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(p.parked_at), '2200-01-01'), '1970-01-01'))::float8
-FROM (SELECT consumer, topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at FROM effectonce.parked_messages LIMIT $1) p
-JOIN effectonce.consumers c ON c.id = p.consumer
+FROM effectonce.consumers c CROSS JOIN LATERAL (
+  SELECT topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at
+  FROM effectonce.parked_messages m WHERE m.consumer = c.id LIMIT $1) p
 GROUP BY c.name, p.reason`
 
 const windowsSQL = `-- doctor.windows
@@ -234,9 +164,6 @@ FROM (
   SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned
   FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
 ) undecided`
-
-const systemSQL = `-- doctor.system
-SELECT system_identifier FROM pg_control_system()`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 )
 
 // window is how long a consumer recognises redelivered messages.
@@ -102,7 +103,7 @@ func readWindows(ctx context.Context, db operator.Querier, schema string) ([]win
 }
 
 func readLeftOvers(ctx context.Context, db operator.Querier, schema string) ([]parkedAt, []heldBack, error) {
-	rows, err := db.Query(ctx, inSchema(parkedPartitionsSQL, schema), CountMax)
+	rows, err := db.Query(ctx, inSchema(parkedPartitionsSQL, schema), pipeline.CountMax)
 	if err != nil {
 		return nil, nil, fmt.Errorf("read partitions of parked messages: %w", err)
 	}

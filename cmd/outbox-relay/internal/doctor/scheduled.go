@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 )
 
 // Scheduled are the scheduled messages that are not in the outbox yet.
@@ -22,11 +23,11 @@ type Scheduled struct {
 // ReadScheduled counts scheduled messages.
 func ReadScheduled(ctx context.Context, db operator.Querier, schema string) (Scheduled, error) {
 	var s Scheduled
-	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
+	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), pipeline.CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
 		return s, fmt.Errorf("count messages for later: %w", err)
 	}
-	s.CountExact, s.OverdueExact = s.Count <= CountMax, s.Overdue <= CountMax
-	s.Count, s.Overdue, s.Refused = min(s.Count, CountMax), min(s.Overdue, CountMax), min(s.Refused, CountMax)
+	s.CountExact, s.OverdueExact = s.Count <= pipeline.CountMax, s.Overdue <= pipeline.CountMax
+	s.Count, s.Overdue, s.Refused = min(s.Count, pipeline.CountMax), min(s.Overdue, pipeline.CountMax), min(s.Refused, pipeline.CountMax)
 	return s, nil
 }
 

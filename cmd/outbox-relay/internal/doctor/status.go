@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -11,14 +13,12 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
-
-// CountMax bounds what is counted exactly: rows that wait for a relay, dead rows, parked messages.
-// A larger backlog is estimated from the sequence.
-const CountMax = 100_000
 
 // troubleMax bounds how many halted partitions are listed.
 const troubleMax = 100
@@ -51,26 +51,14 @@ type Status struct {
 	Dedup *dedup.Stats `json:"dedup"`
 }
 
-// RelayStatus is one reader of the outbox.
+// RelayStatus is one shard of a reader of the outbox.
 type RelayStatus struct {
-	Relay string `json:"relay"`
-	Shard int16  `json:"shard"`
-	// Owner is the replica that publishes; empty if none does.
-	Owner            string  `json:"owner"`
-	Live             bool    `json:"live"` // the lease has not run out
-	LeaseLeftSeconds float64 `json:"lease_left_seconds"`
-	Epoch            int64   `json:"epoch"`
-	// Waiting counts committed rows that are not published yet, without dead ones. It is exact up
-	// to CountMax. Above that it is an estimate that tends to be too high.
-	Waiting              int64    `json:"waiting"`
-	WaitingExact         bool     `json:"waiting_exact"`
-	OldestWaitingSeconds float64  `json:"oldest_waiting_seconds"`
-	Published            int64    `json:"published"`
-	RowsPerSecond        *float64 `json:"rows_per_second"` // null: not measured
-	// Dead counts rows in outbox_dead by reason, at most CountMax of all.
-	Dead  map[string]int64 `json:"dead"`
-	Tick  int64            `json:"tick"`
-	Floor int64            `json:"floor"`
+	pipeline.Progress
+	RowsPerSecond *float64 `json:"rows_per_second"` // null: not measured
+	// Dead counts rows in outbox_dead by reason; not exact: there are more, of the relay CountMax were
+	// counted.
+	Dead      map[string]int64 `json:"dead"`
+	DeadExact bool             `json:"dead_exact"`
 }
 
 // StatusOptions are the options of ReadStatus. The zero value works.
@@ -79,7 +67,7 @@ type StatusOptions struct {
 	// then left out. Default: all.
 	Relay string
 	// Before is an earlier reading, from which the rate is measured. Default: no rate.
-	Before []Progress
+	Before []pipeline.Progress
 	// ParkedMax is how many messages may be parked before the status is not well. Default: none.
 	ParkedMax int64
 	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long
@@ -94,20 +82,18 @@ type StatusOptions struct {
 // ReadStatus reads the state and judges it. db may be a standby: the result is then the state that
 // the standby has received.
 func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts StatusOptions) (*Status, error) {
-	all, err := ReadProgress(ctx, db, schema)
+	all, err := shardsOf(ctx, db, schema, opts.Relay)
+	if err == nil {
+		err = pipeline.Count(ctx, db, schema, all, pipeline.CountMax)
+	}
 	if err != nil {
 		return nil, err
 	}
 	s := &Status{
 		Schema: schema, Problems: []string{}, Notes: []string{}, Replicas: []relays.Replica{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Orders: []consumers.Order{},
 	}
-	for _, p := range named(all, opts.Relay) {
-		relay, err := s.relay(ctx, db, schema, p)
-		if err != nil {
-			return nil, err
-		}
-		relay.RowsPerSecond = rate(opts.Before, p)
-		s.Relays = append(s.Relays, relay)
+	for _, p := range all {
+		s.Relays = append(s.Relays, RelayStatus{Progress: p, RowsPerSecond: rate(opts.Before, p), Dead: map[string]int64{}, DeadExact: true})
 	}
 	if err := s.readDead(ctx, db, schema); err != nil {
 		return nil, err
@@ -154,68 +140,53 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	return s, nil
 }
 
-// named picks a relay by its name. If it never ran, the result has one entry all the same, for
-// which every row waits.
-func named(all []Progress, name string) []Progress {
-	if name != "" {
-		all = slices.DeleteFunc(all, func(p Progress) bool { return p.relay != name })
+// shardsOf reads one relay, or all. If none ran, the result is of the relay "default".
+func shardsOf(ctx context.Context, db operator.Querier, schema, relay string) ([]pipeline.Progress, error) {
+	if relay != "" {
+		return pipeline.ShardsOf(ctx, db, schema, relay)
 	}
-	if len(all) > 0 {
-		return all
+	all, err := pipeline.Shards(ctx, db, schema, nil)
+	if err == nil && len(all) == 0 {
+		return pipeline.ShardsOf(ctx, db, schema, "default")
 	}
-	if name == "" {
-		name = "default"
-	}
-	return []Progress{{relay: name, shards: 1, from: beginning(), next: beginning()}}
-}
-
-func (s *Status) relay(ctx context.Context, db operator.Querier, schema string, p Progress) (RelayStatus, error) {
-	r := RelayStatus{
-		Relay: p.relay, Shard: p.shard, Epoch: p.epoch, Published: p.published, Tick: p.tick, Floor: p.floor,
-		Dead: map[string]int64{},
-	}
-	if r.Live = p.leaseLeft > 0; r.Live {
-		r.Owner, r.LeaseLeftSeconds = p.owner, p.leaseLeft
-	}
-	if p.moved(systemIdentifier(ctx, db)) {
-		p.aboveFloor()
-		s.problem(r, "its progress belongs to another database cluster; when it runs, it publishes everything above the floor again")
-	}
-	b, err := p.backlog(ctx, db, schema, CountMax)
-	if err != nil {
-		return r, err
-	}
-	r.Waiting, r.WaitingExact, r.OldestWaitingSeconds = b.Waiting, b.Exact, b.OldestSeconds
-	return r, nil
+	return all, err
 }
 
 // rate is measured between two readings. A relay that is missing from the first one began at 0.
-func rate(before []Progress, now Progress) *float64 {
+func rate(before []pipeline.Progress, now pipeline.Progress) *float64 {
 	if len(before) == 0 {
 		return nil
 	}
-	at, published := before[0].at, int64(0)
+	at, published := before[0].At, int64(0)
 	for _, b := range before {
-		if b.relay == now.relay && b.shard == now.shard {
-			published = b.published
+		if b.Relay == now.Relay && b.Shard == now.Shard {
+			published = b.Published
 		}
 	}
-	if now.at <= at {
+	if now.At <= at {
 		return nil
 	}
-	perSecond := float64(now.published-published) / (now.at - at)
+	perSecond := float64(now.Published-published) / (now.At - at)
 	return &perSecond
 }
 
 func (s *Status) readDead(ctx context.Context, db operator.Querier, schema string) error {
-	rows, err := db.Query(ctx, inSchema(deadSQL, schema), CountMax)
+	var names []string
+	for _, r := range s.Relays {
+		if !slices.Contains(names, r.Relay) {
+			names = append(names, r.Relay)
+		}
+	}
+	rows, err := db.Query(ctx, inSchema(deadSQL, schema), names, pipeline.CountMax)
 	if err != nil {
 		return fmt.Errorf("count dead rows: %w", err)
 	}
 	var relay, reason string
 	var shard int16
 	var n int64
+	counted := map[string]int64{}
 	_, err = pgx.ForEachRow(rows, []any{&relay, &shard, &reason, &n}, func() error {
+		counted[relay] += n
 		for i := range s.Relays {
 			if s.Relays[i].Relay == relay && s.Relays[i].Shard == shard {
 				s.Relays[i].Dead[reason] = n
@@ -225,6 +196,9 @@ func (s *Status) readDead(ctx context.Context, db operator.Querier, schema strin
 	})
 	if err != nil {
 		return fmt.Errorf("count dead rows: %w", err)
+	}
+	for i := range s.Relays {
+		s.Relays[i].DeadExact = counted[s.Relays[i].Relay] < pipeline.CountMax
 	}
 	return nil
 }
@@ -241,25 +215,53 @@ func (s *Status) judge(ageMax time.Duration) {
 	for _, r := range s.Relays {
 		ran[r.Relay] = ran[r.Relay] || r.Epoch > 0
 	}
+	type trouble struct{ relay, problem string }
+	shards := map[trouble][]string{}
+	var order []trouble
 	for _, r := range s.Relays {
-		switch {
-		case r.Waiting > 0 && !ran[r.Relay] && len(s.replicas(r.Relay)) == 0:
-			s.Problems = append(s.Problems, fmt.Sprintf("relay %q: rows wait and it never ran: start \"outbox-relay run\"", r.Relay))
-		case r.Waiting > 0 && r.Epoch == 0 && len(s.replicas(r.Relay)) == 0:
-			s.problem(r, "rows wait and no replica ever took it: start \"outbox-relay run\"")
-		case r.Waiting > 0 && !r.Live:
-			s.problem(r, "%s", s.unheld(r))
-		case r.Waiting > 0 && s.owner(r).Away():
-			s.problem(r, "%s", waitsFor(s.owner(r)))
-		case r.Waiting > 0 && ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():
-			s.problem(r, "the oldest row has waited for longer than %v: see the log of %q, and \"outbox-relay doctor\"", ageMax, r.Owner)
+		for _, problem := range []string{movedProblem(r), s.waitingProblem(r, ran[r.Relay], ageMax), s.deadProblem(r)} {
+			t := trouble{r.Relay, problem}
+			if problem != "" && shards[t] == nil {
+				order = append(order, t)
+			}
+			shards[t] = append(shards[t], strconv.Itoa(int(r.Shard)))
 		}
-		s.judgeDead(r)
+	}
+	for _, t := range order {
+		which := ""
+		if n := len(shards[t]); n > 1 && ran[t.relay] {
+			which = fmt.Sprintf(", %d shards (%s)", n, terminal.Clip(strings.Join(shards[t], ", "), 60))
+		} else if ran[t.relay] {
+			which = ", shard " + shards[t][0]
+		}
+		s.Problems = append(s.Problems, fmt.Sprintf("relay %q%s: %s", t.relay, which, t.problem))
 	}
 }
 
-func (s *Status) problem(r RelayStatus, format string, args ...any) {
-	s.Problems = append(s.Problems, fmt.Sprintf("relay %q, shard %d: ", r.Relay, r.Shard)+message(format, args))
+func movedProblem(r RelayStatus) string {
+	if r.Moved {
+		return "its progress belongs to another database cluster; when it runs, it publishes everything above the floor again"
+	}
+	return ""
+}
+
+// waitingProblem says why rows wait for a shard, if they should not.
+func (s *Status) waitingProblem(r RelayStatus, ran bool, ageMax time.Duration) string {
+	alone := len(s.replicas(r.Relay)) == 0
+	switch {
+	case r.Waiting == 0:
+	case !ran && alone:
+		return "rows wait and it never ran: start \"outbox-relay run\""
+	case r.Epoch == 0 && alone:
+		return "rows wait and no replica ever took it: start \"outbox-relay run\""
+	case r.Owner == "":
+		return s.unheld(r)
+	case s.owner(r).Away():
+		return waitsFor(s.owner(r))
+	case ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():
+		return fmt.Sprintf("the oldest row has waited for longer than %v: see the log of %q, and \"outbox-relay doctor\"", ageMax, r.Owner)
+	}
+	return ""
 }
 
 // statusAgeMax is how long a row may wait: the default of "status".

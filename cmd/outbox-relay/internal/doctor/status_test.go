@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -96,9 +97,9 @@ func TestEachRelayIsReported(t *testing.T) {
 	status := readStatus(t, conn, doctor.StatusOptions{})
 	require.Len(t, status.Relays, 2)
 	ahead, behind := status.Relays[0], status.Relays[1]
-	assert.Equal(t, []any{"ahead", true, "a", int64(1), int64(4), int64(20)}, []any{ahead.Relay, ahead.Live, ahead.Owner, ahead.Waiting, ahead.Epoch, ahead.Published})
+	assert.Equal(t, []any{"ahead", "a", int64(1), int64(4), int64(20)}, []any{ahead.Relay, ahead.Owner, ahead.Waiting, ahead.Epoch, ahead.Published})
 	assert.Equal(t, map[string]int64{"refused": 1, "behind": 2}, ahead.Dead)
-	assert.Equal(t, []any{"behind", false, "", int64(3)}, []any{behind.Relay, behind.Live, behind.Owner, behind.Waiting})
+	assert.Equal(t, []any{"behind", "", int64(3)}, []any{behind.Relay, behind.Owner, behind.Waiting})
 	assert.Empty(t, behind.Dead)
 	picked := readStatus(t, conn, doctor.StatusOptions{Relay: "never"})
 	require.Len(t, picked.Relays, 1)
@@ -116,7 +117,7 @@ func TestRateIsMeasuredBetweenTwoLooks(t *testing.T) {
 	exec(t, conn, progressOf, "old", 1000)
 	assert.Nil(t, readStatus(t, conn, doctor.StatusOptions{}).Relays[0].RowsPerSecond)
 
-	before, err := doctor.ReadProgress(t.Context(), conn, "effectonce")
+	before, err := pipeline.Shards(t.Context(), conn, "effectonce", nil)
 	require.NoError(t, err)
 	var began, ended time.Time
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&began))

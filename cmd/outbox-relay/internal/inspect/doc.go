@@ -1,8 +1,6 @@
 // Package inspect finds out where messages are. It implements "outbox-relay explain", "tail" and
 // "positions".
 //
-//	cut, err := inspect.ReadCut(ctx, conn, schema, "default") // what the relay has published, at this moment
-//	...
 //	found, err := inspect.Explain(ctx, conn, kafka, inspect.Question{Schema: schema, Text: "order-4711"})
 //	...
 //	fmt.Println(found.Known(), found.Records)

@@ -12,16 +12,14 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 )
 
-// LagMax bounds how many rows are counted as lag.
-const LagMax = 100_000
-
 // Positions are the positions of relays and consumers.
 type Positions struct {
-	Shards    []Shard    `json:"shards"`
-	Consumers []Position `json:"consumers"`
+	Shards    []pipeline.Progress `json:"shards"`
+	Consumers []Position          `json:"consumers"`
 	// Paused are the topics that an operator paused for a group.
 	Paused []consumers.Pause `json:"paused"`
 	// MissingTopics are the topics of registered consumers that do not exist. Empty if Kafka was
@@ -30,22 +28,6 @@ type Positions struct {
 	// KafkaError is why the ends of topics, or the members of groups, are unknown. Empty: they are
 	// known, or there are no brokers to ask.
 	KafkaError string `json:"kafka_error"`
-}
-
-// Shard is the progress of one shard of a relay.
-type Shard struct {
-	Relay            string   `json:"relay"`
-	Shard            int16    `json:"shard"`
-	Owner            string   `json:"owner"` // empty: no replica
-	LeaseLeftSeconds float64  `json:"lease_left_seconds"`
-	Epoch            int64    `json:"epoch"`
-	Tick             int64    `json:"tick"`
-	TickAgeSeconds   *float64 `json:"tick_age_seconds"` // null: it has none
-	Floor            int64    `json:"floor"`
-	Published        int64    `json:"published"`
-	// Lag counts committed rows that it has not published, among the last LagMax rows of the
-	// outbox.
-	Lag int64 `json:"lag"`
 }
 
 // Position is the position of a consumer group in a partition.
@@ -87,23 +69,15 @@ type PositionFilter struct {
 // error is part of the result: what the database knows is shown even if no broker answers.
 func ReadPositions(ctx context.Context, db operator.Querier, kafka *Kafka, schema string, filter PositionFilter) (*Positions, error) {
 	p := &Positions{}
-	rows, err := db.Query(ctx, inSchema(shardsOfSQL, schema), filter.Relay)
+	shards, err := pipeline.Shards(ctx, db, schema, filter.Relay)
 	if err == nil {
-		p.Shards, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (s Shard, err error) {
-			err = row.Scan(&s.Relay, &s.Shard, &s.Owner, &s.LeaseLeftSeconds, &s.Epoch, &s.Tick, &s.TickAgeSeconds, &s.Floor, &s.Published)
-			if s.Tick == 0 {
-				s.TickAgeSeconds = nil // the beginning has no time
-			}
-			return s, err
-		})
+		err = pipeline.Count(ctx, db, schema, shards, pipeline.CountMax)
 	}
 	if err != nil {
-		return nil, wrap("read progress", err)
-	}
-	if err := p.readLag(ctx, db, schema); err != nil {
 		return nil, err
 	}
-	rows, err = db.Query(ctx, inSchema(positionsSQL, schema), filter.Group, filter.Topic)
+	p.Shards = shards
+	rows, err := db.Query(ctx, inSchema(positionsSQL, schema), filter.Group, filter.Topic)
 	if err == nil {
 		p.Consumers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Position, err error) {
 			err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble, &c.ResumeAt)
@@ -164,36 +138,6 @@ func (p *Positions) readMissing(ctx context.Context, db operator.Querier, kafka 
 		return err
 	}
 	p.MissingTopics = slices.DeleteFunc(wanted, func(m MissingTopic) bool { return !slices.Contains(absent, m.Topic) })
-	return nil
-}
-
-// readLag counts once for each relay, whatever its number of shards.
-func (p *Positions) readLag(ctx context.Context, db operator.Querier, schema string) error {
-	counted := map[string]map[int16]int64{}
-	for i := range p.Shards {
-		s := &p.Shards[i]
-		if counted[s.Relay] == nil {
-			lags := map[int16]int64{}
-			counted[s.Relay] = lags
-			cut, err := ReadCut(ctx, db, schema, s.Relay)
-			if errors.Is(err, ErrNeverRan) {
-				continue // its progress was deleted since it was read
-			}
-			if err != nil {
-				return err
-			}
-			rows, err := db.Query(ctx, inSchema(lagSQL, schema), cut.Args(LagMax)...)
-			if err != nil {
-				return wrap("count waiting rows", err)
-			}
-			var shard int16
-			var n int64
-			if _, err := pgx.ForEachRow(rows, []any{&shard, &n}, func() error { lags[shard] = n; return nil }); err != nil {
-				return wrap("count waiting rows", err)
-			}
-		}
-		s.Lag = counted[s.Relay][s.Shard]
-	}
 	return nil
 }
 

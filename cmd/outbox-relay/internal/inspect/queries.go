@@ -1,39 +1,9 @@
 package inspect
 
-import "github.com/effectonce/effectonce/migrations"
-
-// shardsSQL reads the number of shards into which a relay ($1) divides the outbox. A row belongs to
-// the shard outbox.shard % this number. Only this statement knows where the number is stored.
-const shardsSQL = `-- inspect.shards
-SELECT coalesce((SELECT shards FROM effectonce.outbox_relays WHERE relay = $1), 1)`
-
-// cutSQL reads the progress of all shards of a relay, from one snapshot. A missing tick is null.
-const cutSQL = `-- inspect.cut
-SELECT p.shard, t.snapshot::text, p.next_tick IS NOT NULL, n.snapshot::text, p.seq, p.floor, p.system_identifier
-FROM effectonce.outbox_progress_now p
-LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
-LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
-WHERE p.relay = $1 ORDER BY p.shard`
-
-// CutCTE turns a Cut's Args, $1 to $6, into the table cut. It parses the snapshots once.
-const CutCTE = `cut AS MATERIALIZED (
-  SELECT c.shard, c.tick::pg_snapshot AS tick, c.next::pg_snapshot AS next, c.seq, c.floor
-  FROM ROWS FROM (pg_catalog.unnest($1::smallint[]), pg_catalog.unnest($2::text[]), pg_catalog.unnest($3::text[]),
-    pg_catalog.unnest($4::bigint[]), pg_catalog.unnest($5::bigint[])) AS c (shard, tick, next, seq, floor))`
-
-// CutJoin finds the progress that applies to a row o: that of its shard.
-const CutJoin = `LEFT JOIN cut ON cut.shard = o.shard OPERATOR(pg_catalog.%) $6::int`
-
-// CutPublished reports whether the relay has published a row o. A row that it moved to outbox_dead
-// counts as published, too.
-const CutPublished = `coalesce(o.seq <= cut.floor OR pg_visible_in_snapshot(o.txid, cut.tick)
-    OR o.seq <= cut.seq AND pg_visible_in_snapshot(o.txid, cut.next), false)`
-
-const relaysSQL = `-- inspect.relays
-SELECT DISTINCT relay FROM effectonce.outbox_progress ORDER BY relay`
-
-const systemSQL = `-- inspect.system
-SELECT system_identifier FROM pg_control_system()`
+import (
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
+	"github.com/effectonce/effectonce/migrations"
+)
 
 // rowsSQL finds rows by ID. $2 bounds the search from below.
 const rowsSQL = `-- inspect.rows
@@ -41,9 +11,9 @@ SELECT o.seq, o.id, o.topic, o.key, o.shard, o.created_at, octet_length(o.payloa
 FROM effectonce.outbox o WHERE o.id = ANY ($1::uuid[]) AND o.seq > $2 ORDER BY o.seq LIMIT 1000`
 
 const publishedSQL = `-- inspect.published
-WITH ` + CutCTE + `
-SELECT o.seq FROM effectonce.outbox o ` + CutJoin + `
-WHERE o.seq = ANY ($7::bigint[]) AND ` + CutPublished
+WITH ` + pipeline.CutCTE + `
+SELECT o.seq FROM effectonce.outbox o ` + pipeline.CutJoin + `
+WHERE o.seq = ANY ($7::bigint[]) AND ` + pipeline.CutPublished
 
 const deadSQL = `-- inspect.dead
 SELECT relay, seq, id, topic, key, reason, error, attempts, state, died_at
@@ -118,22 +88,6 @@ const historySQL = `-- inspect.history
 SELECT NULL::text, ` + tailColumns + ` FROM effectonce.outbox o
 WHERE o.seq > $4 AND ` + tailFilter + ` AND pg_visible_in_snapshot(o.txid, $5::text::pg_snapshot)
 ORDER BY o.seq LIMIT $6`
-
-// shardsOfSQL reads the progress of every shard of every relay.
-const shardsOfSQL = `-- inspect.shards_of
-SELECT p.relay, p.shard, coalesce(p.owner, ''), coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch,
-  p.tick, extract(epoch FROM clock_timestamp() - t.created_at)::float8, p.floor, p.published
-FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
-WHERE $1::text IS NULL OR p.relay = $1 ORDER BY p.relay, p.shard`
-
-// lagSQL counts rows that shards of a relay have not published, at most $7 of those above every
-// floor. It skips what is published below by seq.
-const lagSQL = `-- inspect.lag
-WITH ` + CutCTE + `
-SELECT o.shard OPERATOR(pg_catalog.%) $6::int, count(*) FROM (
-  SELECT o.seq, o.txid, o.shard FROM effectonce.outbox o WHERE o.seq > (SELECT coalesce(pg_catalog.min(floor), 0) FROM cut)
-  ORDER BY o.seq DESC LIMIT $7
-) o ` + CutJoin + ` WHERE NOT ` + CutPublished + ` GROUP BY 1`
 
 const positionsSQL = `-- inspect.positions
 SELECT consumer_group, topic, partition, next_offset, epoch, coalesce(owner, ''), released, record_time, caught_up_at,

@@ -2,7 +2,6 @@ package inspect
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -62,7 +62,7 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 	if len(rows) == 0 {
 		return nil
 	}
-	names, err := relays(ctx, e.db, e.Schema)
+	cuts, err := pipeline.Cuts(ctx, e.db, e.Schema)
 	if err != nil {
 		return err
 	}
@@ -70,14 +70,7 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 	for _, row := range rows {
 		seqs = append(seqs, row.Seq)
 	}
-	for _, name := range names {
-		cut, err := ReadCut(ctx, e.db, e.Schema, name)
-		if errors.Is(err, ErrNeverRan) {
-			continue // its progress was deleted since it was read
-		}
-		if err != nil {
-			return err
-		}
+	for name, cut := range cuts {
 		found, err := e.db.Query(ctx, inSchema(publishedSQL, e.Schema), cut.Args(seqs)...)
 		if err != nil {
 			return fmt.Errorf("read what relay %q has published: %w", name, err)

@@ -111,7 +111,7 @@ func TestPositionsShowLag(t *testing.T) {
 	})
 	require.Len(t, p.Shards, 2)
 	served, fresh := p.Shards[0], p.Shards[1]
-	assert.Equal(t, []int64{3, 7, 10, 0}, []int64{served.Lag, served.Published, fresh.Lag, fresh.Published})
+	assert.Equal(t, []int64{3, 7, 10, 0}, []int64{served.Waiting, served.Published, fresh.Waiting, fresh.Published})
 	require.NotNil(t, served.TickAgeSeconds)
 	assert.GreaterOrEqual(t, *served.TickAgeSeconds, 0.0)
 	assert.Nil(t, fresh.TickAgeSeconds)

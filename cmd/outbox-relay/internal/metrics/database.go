@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
@@ -51,7 +50,7 @@ func newDatabase() *database {
 		overdue:      d("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due.", nil, nil),
 		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", []string{"state"}, nil),
 		unfinished:   d("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running.", nil, nil),
-		parked:       d("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000.", []string{"group", "topic", "reason"}, nil),
+		parked:       d("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000 for each consumer.", []string{"group", "topic", "reason"}, nil),
 		positions:    d("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", []string{"group", "topic", "partition"}, nil),
 	}
 }
@@ -107,7 +106,7 @@ func (m *Metrics) Watch(ctx context.Context, pool *pgxpool.Pool) {
 func (m *Metrics) read(ctx context.Context, pool *pgxpool.Pool) (failed []string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, readMax)
 	defer cancel()
-	for _, g := range m.groups(doctor.SystemIdentifier(ctx, pool)) {
+	for _, g := range m.groups() {
 		values, groupErr := m.readGroup(ctx, pool, g)
 		if groupErr != nil {
 			m.errors.Inc()

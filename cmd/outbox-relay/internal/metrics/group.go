@@ -8,6 +8,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -18,12 +19,10 @@ type group struct {
 	read     func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error)
 }
 
-func (m *Metrics) groups(system *int64) []group {
+func (m *Metrics) groups() []group {
 	d, name := m.database, m.cfg.Relay
 	return []group{
-		{name: "pending", read: func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
-			return m.pending(ctx, tx, system)
-		}},
+		{name: "pending", read: m.pending},
 		{name: "shards", read: m.later(d.shards, "effectonce.outbox_relays", shardsSQL, 1)},
 		{name: "paused", read: m.later(d.paused, "effectonce.outbox_paused", pausedSQL, 0)},
 		{name: "dead", read: m.query(d.dead, deadSQL, []string{name}, name, rowsMax)},
@@ -37,17 +36,24 @@ func (m *Metrics) groups(system *int64) []group {
 	}
 }
 
-// pending counts with the doctor's query, so that "outbox-relay status" reports the same.
-func (m *Metrics) pending(ctx context.Context, tx pgx.Tx, system *int64) ([]prometheus.Metric, error) {
-	b, err := doctor.ReadBacklog(ctx, tx, m.cfg.Schema, m.cfg.Relay, system, waitingMax)
+// pending counts as "outbox-relay status" does.
+func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+	shards, err := pipeline.ShardsOf(ctx, tx, m.cfg.Schema, m.cfg.Relay)
+	if err == nil {
+		err = pipeline.Count(ctx, tx, m.cfg.Schema, shards, waitingMax)
+	}
 	if err != nil {
 		return nil, err
 	}
-	rows, err := gauge(m.database.pending, float64(b.Waiting), m.cfg.Relay)
+	waiting, oldest := int64(0), 0.0
+	for _, s := range shards {
+		waiting, oldest = waiting+s.Waiting, max(oldest, s.OldestWaitingSeconds)
+	}
+	rows, err := gauge(m.database.pending, float64(waiting), m.cfg.Relay)
 	if err != nil {
 		return nil, err
 	}
-	age, err := gauge(m.database.oldest, max(b.OldestSeconds, 0), m.cfg.Relay)
+	age, err := gauge(m.database.oldest, oldest, m.cfg.Relay)
 	return []prometheus.Metric{rows, age}, err
 }
 

@@ -37,8 +37,9 @@ SELECT coalesce(pg_catalog.max(oldest_seconds) FILTER (WHERE relay = $1), 0)::fl
 
 const parkedSQL = `-- metrics.parked
 SELECT c.consumer_group, p.topic, p.reason, count(*)::float8
-FROM (SELECT consumer, topic, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason FROM effectonce.parked_messages LIMIT $1) p
-JOIN effectonce.consumers c ON c.id = p.consumer
+FROM effectonce.consumers c CROSS JOIN LATERAL (
+  SELECT topic, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason
+  FROM effectonce.parked_messages m WHERE m.consumer = c.id LIMIT $1) p
 GROUP BY c.consumer_group, p.topic, p.reason`
 
 // positionsSQL: a position is as old as the last record before it, or as the last time when it was

@@ -10,8 +10,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -34,9 +34,9 @@ type DB interface {
 
 // chosenSQL chooses the rows that the relay has published and Kafka has accepted, a row that was
 // replayed before once. $1 to $6 are the cut, $7 and $8 the times, $9 the topic, $10 the relay.
-const chosenSQL = `WITH ` + inspect.CutCTE + `, chosen AS (
-  SELECT pg_catalog.min(o.seq) AS seq FROM effectonce.outbox o ` + inspect.CutJoin + `
-  WHERE o.created_at >= $7 AND ($8::timestamptz IS NULL OR o.created_at < $8) AND ($9::text IS NULL OR o.topic = $9) AND ` + inspect.CutPublished + `
+const chosenSQL = `WITH ` + pipeline.CutCTE + `, chosen AS (
+  SELECT pg_catalog.min(o.seq) AS seq FROM effectonce.outbox o ` + pipeline.CutJoin + `
+  WHERE o.created_at >= $7 AND ($8::timestamptz IS NULL OR o.created_at < $8) AND ($9::text IS NULL OR o.topic = $9) AND ` + pipeline.CutPublished + `
     AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $10 AND d.seq = o.seq)
   GROUP BY o.id, o.topic)`
 
@@ -54,7 +54,7 @@ INSERT INTO effectonce.operator_actions (who, what, why, subject) VALUES ($1, 'r
 func (o *Options) in(sql string) string { return migrations.InSchema(sql, o.Schema) }
 
 func (o *Options) args(ctx context.Context, db operator.Querier, more ...any) ([]any, error) {
-	cut, err := inspect.ReadCut(ctx, db, o.Schema, o.Relay)
+	cut, err := pipeline.ReadCut(ctx, db, o.Schema, o.Relay)
 	if err != nil {
 		return nil, err
 	}

@@ -1,7 +1,7 @@
 package verify
 
 import (
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -12,13 +12,13 @@ SELECT clock_timestamp(), clock_timestamp() - $1::interval`
 // the join, so that the planner cannot sort the table for it. It returns only headers that ask for a
 // partition.
 const rowsSQL = `-- verify.rows
-WITH ` + inspect.CutCTE + `
-SELECT o.seq, o.id, o.topic, o.key, o.created_at, CASE WHEN pg_catalog.strpos(o.headers::text, 'effectonce-partition'::text) OPERATOR(pg_catalog.>) 0 THEN o.headers::text END AS headers_text, ` + inspect.CutPublished + `
+WITH ` + pipeline.CutCTE + `
+SELECT o.seq, o.id, o.topic, o.key, o.created_at, CASE WHEN pg_catalog.strpos(o.headers::text, 'effectonce-partition'::text) OPERATOR(pg_catalog.>) 0 THEN o.headers::text END AS headers_text, ` + pipeline.CutPublished + `
 FROM (
   SELECT * FROM effectonce.outbox
   WHERE seq > $7 AND ($8::timestamptz IS NULL OR created_at >= $8) AND ($9::text[] IS NULL OR topic = ANY ($9))
   ORDER BY seq LIMIT $10
-) o ` + inspect.CutJoin + `
+) o ` + pipeline.CutJoin + `
 ORDER BY o.seq`
 
 // unpublishedSQL lists rows that the relay has passed and that are in no topic: dead rows, and rows

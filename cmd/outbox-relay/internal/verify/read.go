@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	recordof "github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/outbox"
@@ -35,7 +36,7 @@ func (r *run) begin(ctx context.Context) error {
 		r.report.Since = &since
 	}
 	var err error
-	if r.cut, err = inspect.ReadCut(ctx, r.db, r.Schema, r.Relay); err != nil {
+	if r.cut, err = pipeline.ReadCut(ctx, r.db, r.Schema, r.Relay); err != nil {
 		return err
 	}
 	rows, err := r.db.Query(ctx, inSchema(unpublishedSQL, r.Schema), r.Relay)

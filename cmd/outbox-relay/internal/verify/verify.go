@@ -13,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 )
 
@@ -106,7 +107,7 @@ type run struct {
 	kafka  *inspect.Kafka
 	report *Report
 
-	cut         *inspect.Cut
+	cut         *pipeline.Cut
 	unpublished []int64 // sorted
 	now         time.Time
 	claims      *claims

@@ -311,7 +311,7 @@ type meanwhile struct {
 
 func (m meanwhile) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	switch {
-	case strings.HasPrefix(sql, "-- inspect.cut"), strings.HasPrefix(sql, "-- verify.rows"):
+	case strings.HasPrefix(sql, "-- pipeline.shards"), strings.HasPrefix(sql, "-- verify.rows"):
 		m.happen()
 	}
 	return m.Pool.Query(ctx, sql, args...)

@@ -1,11 +1,15 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -13,8 +17,8 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -116,7 +120,7 @@ messages take effect again) and positions. Without --yes it only prints the loss
 					return usageError{fmt.Errorf("--to %d: the database has version %d; \"outbox-relay migrate up\" goes forward", to, state.Current)}
 				case to < state.Current && !yes:
 					return usageError{fmt.Errorf("migrate down from version %d to %d would lose %s; repeat it with --yes if that is meant",
-						state.Current, to, loss(ctx, conn, s.Schema))}
+						state.Current, to, loss(ctx, conn, s.Schema, to, state.Current))}
 				}
 				if to < state.Current {
 					if err := migrations.To(ctx, conn, patient(cmd, s, lockWait), to); err != nil {
@@ -150,28 +154,58 @@ func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, 
 	})
 }
 
-// loss describes the content of the tables, if it can be counted.
-func loss(ctx context.Context, conn *pgx.Conn, schema string) string {
-	status, err := doctor.ReadStatus(ctx, conn, schema, doctor.StatusOptions{})
-	if err != nil {
-		return "what the removed tables hold (it cannot be counted)"
-	}
-	var waiting, dead int64
-	for _, r := range status.Relays {
-		waiting = max(waiting, r.Waiting)
-		for _, n := range r.Dead {
-			dead += n
+// loss describes what would be lost below a version, if it can be counted.
+func loss(ctx context.Context, conn *pgx.Conn, schema string, to, from int) string {
+	var lost []string
+	add := func(n int64, exact bool, otherwise, what string) {
+		if exact {
+			otherwise = ""
+		}
+		if n > 0 {
+			lost = append(lost, otherwise+human.Count(n, what))
 		}
 	}
-	var parked int64
-	for _, c := range status.Consuming {
-		for _, n := range c.Parked {
-			parked += n
+	if to < 1 {
+		shards, err := pipeline.ShardsOf(ctx, conn, schema, "")
+		if err == nil {
+			err = pipeline.Count(ctx, conn, schema, shards, pipeline.CountMax)
 		}
+		if err != nil {
+			return uncounted
+		}
+		waiting, exact := map[string]int64{}, true
+		for _, s := range shards {
+			waiting[s.Relay] += s.Waiting
+			exact = exact && s.WaitingExact
+		}
+		add(slices.Max(slices.Collect(maps.Values(waiting))), exact, "about ", "unpublished outbox row")
 	}
-	return fmt.Sprintf("%s and %s, %s, the claims of %s (redelivered messages would take effect again) and %s",
-		human.Count(waiting, "unpublished outbox row"), human.Count(dead, "dead row"), human.Count(parked, "parked message"), human.Count(status.Consumers, "consumer"), human.Count(status.Positions, "position"))
+	for _, table := range []struct {
+		version    int
+		what, rows string
+	}{
+		{1, "message for later", "effectonce.outbox_scheduled"},
+		{1, "dead row", "effectonce.outbox_dead WHERE state <> 'discarded'"},
+		{2, "parked message", "effectonce.parked_messages"},
+		{2, "claim", "(SELECT FROM effectonce.processed_messages UNION ALL SELECT FROM effectonce.processed_forever) claims"},
+		{2, "position", "effectonce.consumer_positions"},
+		{2, "version fence", "effectonce.fences"},
+		{3, "idempotency key", "effectonce.idempotency_keys"},
+	} {
+		if table.version <= to || table.version > from {
+			continue
+		}
+		var n int64
+		sql := migrations.InSchema("SELECT count(*) FROM (SELECT FROM "+table.rows+" LIMIT $1) rows", schema)
+		if err := conn.QueryRow(ctx, sql, pipeline.CountMax).Scan(&n); err != nil {
+			return uncounted
+		}
+		add(n, n < pipeline.CountMax, "at least ", table.what)
+	}
+	return cmp.Or(strings.Join(lost, ", "), "what is published and done") + " (without claims, redelivered messages take effect again)"
 }
+
+const uncounted = "what the removed tables hold (it cannot be counted)"
 
 // schemaState is what "migrate status" prints.
 type schemaState struct {

@@ -295,7 +295,7 @@ func prefixed(wanted map[string]wantedTopic, prefix string) map[string]wantedTop
 }
 
 func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[string]wantedTopic, error) {
-	all, err := shardsOf(ctx, db, schema, "")
+	all, err := pipeline.ShardsOf(ctx, db, schema, "")
 	if err != nil {
 		return nil, err
 	}

@@ -82,7 +82,7 @@ type StatusOptions struct {
 // ReadStatus reads the state and judges it. db may be a standby: the result is then the state that
 // the standby has received.
 func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts StatusOptions) (*Status, error) {
-	all, err := shardsOf(ctx, db, schema, opts.Relay)
+	all, err := pipeline.ShardsOf(ctx, db, schema, opts.Relay)
 	if err == nil {
 		err = pipeline.Count(ctx, db, schema, all, pipeline.CountMax)
 	}
@@ -138,18 +138,6 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	s.judgeConsumers(opts.ParkedMax)
 	s.Well = len(s.Problems) == 0
 	return s, nil
-}
-
-// shardsOf reads one relay, or all. If none ran, the result is of the relay "default".
-func shardsOf(ctx context.Context, db operator.Querier, schema, relay string) ([]pipeline.Progress, error) {
-	if relay != "" {
-		return pipeline.ShardsOf(ctx, db, schema, relay)
-	}
-	all, err := pipeline.Shards(ctx, db, schema, nil)
-	if err == nil && len(all) == 0 {
-		return pipeline.ShardsOf(ctx, db, schema, "default")
-	}
-	return all, err
 }
 
 // rate is measured between two readings. A relay that is missing from the first one began at 0.

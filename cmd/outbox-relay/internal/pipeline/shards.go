@@ -1,6 +1,7 @@
 package pipeline
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 
@@ -81,12 +82,16 @@ func scanProgress(row pgx.CollectableRow) (s Progress, err error) {
 	return s, nil
 }
 
-// ShardsOf reads the progress of the shards of one relay. If it never ran, the result has one shard
-// all the same, for which every row waits.
+// ShardsOf reads the progress of the shards of one relay (empty: of all). If it never ran, the result
+// has one shard all the same, for which every row waits; if none ever ran, of the relay "default".
 func ShardsOf(ctx context.Context, db operator.Querier, schema, relay string) ([]Progress, error) {
-	all, err := Shards(ctx, db, schema, &relay)
+	var named *string
+	if relay != "" {
+		named = &relay
+	}
+	all, err := Shards(ctx, db, schema, named)
 	if err == nil && len(all) == 0 {
-		all = []Progress{{Relay: relay, shards: 1, tick: nothingVisible}}
+		all = []Progress{{Relay: cmp.Or(relay, "default"), shards: 1, tick: nothingVisible}}
 	}
 	return all, err
 }

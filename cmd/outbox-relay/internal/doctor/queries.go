@@ -47,11 +47,11 @@ FROM (
 WHERE b.seconds > $1::float8
 ORDER BY b.name, b.seconds DESC`
 
-// parkedSQL counts at most $1 rows of each consumer. The first parked row of a key holds the key: it is behind no
-// other row. Rows that a consumer tries again by itself count as "retry" for two hours.
+// parkedSQL counts at most $1 rows of each consumer. Only the first parked row of a key is behind no
+// other: it holds the key. Rows that a consumer tries again by itself count as "retry" for two hours.
 const parkedSQL = `-- doctor.parked
 SELECT c.name, p.reason, count(*),
-  pg_catalog.count(DISTINCT (p.topic, p.partition, sha256(p.key))) FILTER (WHERE p.state <> 'behind' AND p.key IS NOT NULL),
+  count(p.key) FILTER (WHERE p.state <> 'behind'),
   extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(p.parked_at), '2200-01-01'), '1970-01-01'))::float8
 FROM effectonce.consumers c CROSS JOIN LATERAL (
   SELECT topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at

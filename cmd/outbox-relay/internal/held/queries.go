@@ -65,11 +65,11 @@ const (
 const (
 	deadTotalsSQL = `-- dead.totals
 SELECT d.relay AS of, d.reason, count(*) AS count, count(*) FILTER (WHERE d.state = 'retry') AS retrying,
-  pg_catalog.count(DISTINCT (d.topic, sha256(d.key))) FILTER (WHERE d.state = 'held' AND d.key IS NOT NULL) AS held_keys` + deadRows + matching + deadIsHead + `)
+  count(d.key) FILTER (WHERE d.state = 'held') AS held_keys` + deadRows + matching + deadIsHead + `)
 GROUP BY d.relay, d.reason ORDER BY d.relay, d.reason`
 	parkedTotalsSQL = `-- parked.totals
 SELECT d.consumer_name AS of, d.reason, count(*) AS count, count(*) FILTER (WHERE d.state = 'retry') AS retrying,
-  pg_catalog.count(DISTINCT (d.topic, d.partition, sha256(d.key))) FILTER (WHERE d.state <> 'behind' AND d.key IS NOT NULL) AS held_keys` + parkedRows + matching + parkedIsHead + `)
+  count(d.key) FILTER (WHERE d.state <> 'behind') AS held_keys` + parkedRows + matching + parkedIsHead + `)
 GROUP BY d.consumer_name, d.reason ORDER BY d.consumer_name, d.reason`
 )
 

@@ -20,6 +20,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
@@ -106,6 +107,15 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
 	if len(s.Brokers) > 0 {
 		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
+		want.Open = func(ctx context.Context, topic string, partition int32) (open error) {
+			return withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) error {
+				ends, err := admin.ListEndOffsets(ctx, topic)
+				if end, known := ends.Lookup(topic, partition); known && err == nil {
+					return topicscan.Open(ctx, admin, topic, map[int32]int64{partition: end.Offset})
+				}
+				return nil
+			})
+		}
 	}
 	if opts.interval > 0 {
 		before, err := pipeline.Shards(ctx, conn, s.Schema, nil)
@@ -124,15 +134,23 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 // the database and must not wait for brokers.
 const missingMax = 2 * time.Second
 
-func missingTopics(ctx context.Context, s *cli.Settings, topics []string) ([]string, error) {
+func missingTopics(ctx context.Context, s *cli.Settings, topics []string) (absent []string, err error) {
+	err = withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) (err error) {
+		absent, err = consumers.Missing(ctx, admin, topics)
+		return err
+	})
+	return absent, err
+}
+
+func withAdmin(ctx context.Context, s *cli.Settings, ask func(context.Context, *kadm.Client) error) error {
 	client, err := s.KafkaClient(missingMax)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer client.Close()
 	ctx, cancel := context.WithTimeout(ctx, missingMax)
 	defer cancel()
-	return consumers.Missing(ctx, kadm.NewClient(client), topics)
+	return ask(ctx, kadm.NewClient(client))
 }
 
 func printStatus(out io.Writer, status *doctor.Status) error {

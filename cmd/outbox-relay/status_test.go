@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -42,6 +43,25 @@ func TestStatusSaysWhatWaits(t *testing.T) {
 	assert.Equal(t, 1, runOn(t, address, "status", "--interval", "0s", "--age-max", "2h").code)
 	assert.Zero(t, runOn(t, address, "status", "--interval", "0s", "--age-max", "2h", "--parked-max", "6").code)
 	assert.Contains(t, runOn(t, address, "status", "--interval", "0s", "--relay", "other").stdout, `relay "other": rows wait and it never ran: start "outbox-relay run"`)
+}
+
+// A consumer that waits for a transaction of another program is not called slow: the transaction is
+// named, and how to end it.
+func TestStatusNamesAnOpenTransaction(t *testing.T) {
+	t.Parallel()
+	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
+	conn := connect(t, address)
+	execSQL(t, conn, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('c', 'c', ARRAY[$1])", topic)
+	execSQL(t, conn, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, record_time, owner, released) VALUES ('c', $1, 0, 0, now() - interval '1 h', 'o', false)`, topic)
+	assert.Contains(t, runKafka(t, address, "status", "--interval", "0s").stdout, "is slow, hangs or died, or a transaction")
+	other := kafkatest.Client(t, kgo.TransactionalID(topic))
+	require.NoError(t, other.BeginTransaction())
+	require.NoError(t, other.ProduceSync(t.Context(), &kgo.Record{Topic: topic}).FirstErr())
+	r := runKafka(t, address, "status", "--interval", "0s")
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stdout, "a transaction is open from offset 0 on")
+	assert.Contains(t, r.stdout, "abort --topic "+topic+" --partition 0 --start-offset 0")
+	assert.NotContains(t, r.stdout, "is slow")
 }
 
 // Without the tables there is one line with the remedy.

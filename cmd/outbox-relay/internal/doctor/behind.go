@@ -27,6 +27,9 @@ type Behind struct {
 	Partition  int32   `json:"partition"`
 	Owner      string  `json:"owner"`
 	AgeSeconds float64 `json:"age_seconds"`
+	// OpenTransaction describes a transaction that holds its records back; empty: there is none, or
+	// Kafka was not asked.
+	OpenTransaction string `json:"open_transaction"`
 }
 
 // text is what is wrong; remedy is what to do.
@@ -52,11 +55,14 @@ func (b *Behind) remedy(group string) string {
 	if b.Unheld > 0 {
 		return fmt.Sprintf("start a consumer of group %s, or find out why it does not get its partitions: \"outbox-relay positions --group %s\"", oneLine(group), shellWord(group))
 	}
-	return fmt.Sprintf("the consumer is slow, hangs or died: see its log, and the members and the lag of the group in \"outbox-relay positions --group %s\"", shellWord(group))
+	if b.OpenTransaction != "" {
+		return b.OpenTransaction
+	}
+	return fmt.Sprintf("the consumer is slow, hangs or died, or a transaction of another program is open on the topic (--brokers): see its log, and the members and the lag of the group in \"outbox-relay positions --group %s\"", shellWord(group))
 }
 
 // readBehind adds the consumers that are later than the limit; 0: no limit.
-func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema string, limit time.Duration) error {
+func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema string, limit time.Duration, open func(ctx context.Context, topic string, partition int32) error) error {
 	if limit == 0 {
 		return nil
 	}
@@ -70,6 +76,11 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 		for i := range s.Consuming {
 			if s.Consuming[i].Name == name {
 				found := b
+				if open != nil && b.Unheld == 0 {
+					if err := open(ctx, b.Topic, b.Partition); err != nil {
+						found.OpenTransaction = err.Error()
+					}
+				}
 				s.Consuming[i].Behind = &found
 			}
 		}

@@ -77,6 +77,8 @@ type StatusOptions struct {
 	LagAgeMax time.Duration
 	// Missing returns those of the topics that do not exist. Default: it is not checked.
 	Missing func(ctx context.Context, topics []string) ([]string, error)
+	// Open describes a transaction that holds back records of a partition. Default: it is not asked for.
+	Open func(ctx context.Context, topic string, partition int32) error
 }
 
 // ReadStatus reads the state and judges it. db may be a standby: the result is then the state that
@@ -125,7 +127,7 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
 		return nil, err
 	}
-	if err := s.readBehind(ctx, db, schema, opts.LagAgeMax); err != nil {
+	if err := s.readBehind(ctx, db, schema, opts.LagAgeMax, opts.Open); err != nil {
 		return nil, err
 	}
 	claims, err := dedup.New(dedup.Config{Schema: schema})

@@ -162,23 +162,31 @@ func heldUp(ctx context.Context, admin *kadm.Client, ends map[string]map[int32]i
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askMax)
 	defer cancel()
 	for _, topic := range slices.Sorted(maps.Keys(ends)) {
-		if len(ends[topic]) == 0 {
+		if len(ends[topic]) > 0 {
+			if open := Open(ctx, admin, topic, ends[topic]); open != nil {
+				return open
+			}
+		}
+	}
+	return nil
+}
+
+// Open describes the first transaction that is open before the end of a partition; nil: the brokers
+// report none.
+func Open(ctx context.Context, admin *kadm.Client, topic string, ends map[int32]int64) error {
+	committed, err := admin.ListCommittedOffsets(ctx, topic)
+	if err != nil {
+		return nil // this would only be the reason of what is known
+	}
+	for _, partition := range slices.Sorted(maps.Keys(ends)) {
+		at, known := committed.Lookup(topic, partition)
+		if !known || at.Err != nil || at.Offset >= ends[partition] {
 			continue
 		}
-		committed, err := admin.ListCommittedOffsets(ctx, topic)
-		if err != nil {
-			return nil // the scan has already failed; this would only be the reason
-		}
-		for _, partition := range slices.Sorted(maps.Keys(ends[topic])) {
-			at, known := committed.Lookup(topic, partition)
-			if !known || at.Err != nil || at.Offset >= ends[topic][partition] {
-				continue
-			}
-			place := fmt.Sprintf("--topic %s --partition %d", topic, partition)
-			return fmt.Errorf("topic %s, partition %d: a transaction is open from offset %d on, and records behind it cannot be read until it ends; "+
-				"if it does not end, it hangs: see \"kafka-transactions.sh --bootstrap-server ... find-hanging %s\", and end it with \"... abort %s --start-offset %d\"",
-				topic, partition, at.Offset, place, place, at.Offset)
-		}
+		place := fmt.Sprintf("--topic %s --partition %d", topic, partition)
+		return fmt.Errorf("topic %s, partition %d: a transaction is open from offset %d on, and records behind it cannot be read until it ends; "+
+			"if it does not end, it hangs: see \"kafka-transactions.sh --bootstrap-server ... find-hanging %s\", and end it with \"... abort %s --start-offset %d\"",
+			topic, partition, at.Offset, place, place, at.Offset)
 	}
 	return nil
 }

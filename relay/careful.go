@@ -193,7 +193,7 @@ func (c *carefully) decide(work, ctx context.Context, i int, r *row) error {
 
 // try produces a record alone. It returns why Kafka refuses it, or an error that is not about the record.
 func (c *carefully) try(ctx context.Context, record *kgo.Record) (reason Reason, refusal, err error) {
-	if refusal = c.one(ctx, record); refusal == nil {
+	if refusal = c.single.one(ctx, record); refusal == nil {
 		return "", nil, nil
 	}
 	if reason = c.note(record.Topic, refusal); reason == "" {

@@ -53,7 +53,7 @@ type deadRows struct {
 	after     int64 // where the last page of dead rows ended: see releasableSQL
 	limit     int   // rows of the next page of dead rows
 	deadAdded int   // rows that became dead since the last release
-	last      int64 // the largest seq that a dead row had when the work began
+	last      int64 // the largest seq that a dead row of any shard had when the work began
 }
 
 // release publishes dead rows that may leave, in their order, together with the rows behind them.

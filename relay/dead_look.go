@@ -72,7 +72,7 @@ func (l *deadLook) learn(ctx context.Context, names []string) error {
 	return l.learnNow(ctx, names)
 }
 
-// begin reads which topics have dead rows, and the last of the shard. The previous holder adds none any
+// begin reads which topics have dead rows, and the last of them. The previous holder adds none any
 // more.
 func (l *deadLook) begin(ctx context.Context) error {
 	if err := l.readTopics(ctx); err != nil {
@@ -81,7 +81,7 @@ func (l *deadLook) begin(ctx context.Context) error {
 	err := l.ask(ctx, func(rows pgx.Rows) (err error) {
 		l.dead.last, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
 		return err
-	}, l.sql.of(lastDeadSQL), l.cfg.Name, l.lease.shards, l.lease.shard)
+	}, l.sql.of(lastDeadSQL), l.cfg.Name)
 	if err != nil {
 		return err
 	}

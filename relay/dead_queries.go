@@ -122,9 +122,9 @@ const ownedSQL = `-- relay.owned
 SELECT k.place::int FROM unnest($2::bigint[], $3::uuid[]) WITH ORDINALITY AS k (seq, id, place)
 CROSS JOIN LATERAL (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $1 AND d.seq = k.seq AND d.id = k.id) AS d`
 
-// lastDeadSQL returns the largest number of a dead row of the shard, also of a discarded one.
+// lastDeadSQL returns the largest number of a dead row of any shard, also of a discarded one.
 const lastDeadSQL = `-- relay.last_dead
-SELECT coalesce((SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 AND shard OPERATOR(pg_catalog.%) $2::int = $3::int ORDER BY seq DESC LIMIT 1), 0)`
+SELECT coalesce((SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 ORDER BY seq DESC LIMIT 1), 0)`
 
 // moveToDeadSQL copies rows, those that are not behind another one with state $6. It looks up each row:
 // without deadSettingsSQL the planner reads the whole outbox for each page.

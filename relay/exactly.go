@@ -152,7 +152,7 @@ func (t *toTransactions) one(ctx context.Context, record *kgo.Record) error {
 	if err := t.open(); err != nil {
 		return err
 	}
-	err := t.produceOne(ctx, record)
+	err := t.publisher.one(ctx, record)
 	if err == nil {
 		return nil
 	}

@@ -341,13 +341,15 @@ SELECT FROM effectonce.outbox_locks WHERE name = 'stamps' FOR UPDATE`
 
 // foreign is true of a row above the floor whose transaction id this cluster has not reached, or
 // has assigned to a transaction that is still open. These are exactly the visible rows that the
-// statement's own snapshot does not show as visible. The form of the condition lets two index
-// lookups find them.
+// statement's own snapshot does not show as visible.
 const foreign = `o.seq > $1 AND o.shard OPERATOR(pg_catalog.%) $2::int = $3::int
   AND (o.txid >= pg_snapshot_xmax(pg_current_snapshot()) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(pg_current_snapshot()))))`
 
+// foreignSQL asks the index of ids first: for the condition the planner would read the whole outbox.
 const foreignSQL = `-- relay.foreign
-SELECT EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
+SELECT ((SELECT txid FROM effectonce.outbox ORDER BY txid DESC LIMIT 1) >= pg_snapshot_xmax(pg_current_snapshot())
+    OR EXISTS (SELECT FROM pg_snapshot_xip(pg_current_snapshot()) AS open (txid) CROSS JOIN LATERAL (SELECT FROM effectonce.outbox o WHERE o.txid = open.txid ORDER BY o.txid, o.seq LIMIT 1) o))
+  AND EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
 
 // restampSQL gives such rows an id that each snapshot shows, except that of tick 0, where a relay
 // without progress begins. It does not use this transaction's id: relays past this row would

@@ -35,8 +35,6 @@ func (t toKafka) publish(work, ctx context.Context, a *attempt) error {
 	return t.conclude(ctx, a)
 }
 
-func (t toKafka) one(ctx context.Context, record *kgo.Record) error { return t.produceOne(ctx, record) }
-
 func (t toKafka) withdraw(context.Context) (bool, error) { return false, nil }
 
 func (t toKafka) taken(_, ctx context.Context, a *attempt, r *row) error {
@@ -98,9 +96,9 @@ func (p *publisher) send(b *batch) {
 	crashpoint.Here(crashpoint.RelayProduced)
 }
 
-// produceOne produces a record and waits until it is acknowledged. The client's own ProduceSync
+// one produces a record and waits until it is acknowledged. The client's own ProduceSync
 // does not end with ctx once a broker has received the record and does not answer.
-func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
+func (p *publisher) one(ctx context.Context, record *kgo.Record) error {
 	done := make(chan error, 1)
 	p.client.Produce(ctx, record, func(_ *kgo.Record, err error) { done <- err })
 	return p.answer(ctx, done)

@@ -18,16 +18,21 @@ FROM effectonce.idempotency_keys k`
 const filters = ` AND (NOT $2::bool OR ` + stuckSQL + `) AND ($3::text IS NULL OR k.scope OPERATOR(pg_catalog.=) $3) AND ($4::text IS NULL OR k.operation OPERATOR(pg_catalog.=) $4)
   AND ($5::interval IS NULL OR k.created_at <= clock_timestamp() - $5)`
 
+const (
+	name   = `k.scope, k.operation, k.key FROM effectonce.idempotency_keys k`
+	newest = ` ORDER BY k.created_at DESC, k.scope DESC, k.operation DESC, k.key DESC LIMIT $6`
+)
+
 // listSQL has a branch for each state or two, so that the partial indexes find keys that are not
-// finished.
+// finished. Finished keys are all read, but only those that are listed are looked at closely.
 const listSQL = `-- keys.list
-SELECT * FROM (
-  SELECT ` + columns + ` WHERE k.state OPERATOR(pg_catalog.=) 'running' AND 'running' = ANY ($1::text[])` + filters + `
+SELECT ` + columns + ` JOIN (
+  (SELECT ` + name + ` WHERE k.state OPERATOR(pg_catalog.=) 'running' AND 'running' = ANY ($1::text[])` + filters + newest + `)
   UNION ALL
-  SELECT ` + columns + ` WHERE k.state::text IN ('indeterminate', 'abandoned') AND k.state OPERATOR(pg_catalog.=) ANY ($1::text[])` + filters + `
+  (SELECT ` + name + ` WHERE k.state::text IN ('indeterminate', 'abandoned') AND k.state OPERATOR(pg_catalog.=) ANY ($1::text[])` + filters + newest + `)
   UNION ALL
-  SELECT ` + columns + ` WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND 'finished' = ANY ($1::text[])` + filters + `
-) found ORDER BY created_at DESC, scope DESC, operation DESC, key DESC LIMIT $6`
+  (SELECT ` + name + ` WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND 'finished' = ANY ($1::text[])` + filters + newest + `)
+) found USING (scope, operation, key)` + newest
 
 const named = ` AND ($2::text IS NULL OR k.scope OPERATOR(pg_catalog.=) $2) AND ($3::text IS NULL OR k.operation OPERATOR(pg_catalog.=) $3)`
 

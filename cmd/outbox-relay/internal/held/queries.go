@@ -50,11 +50,12 @@ const (
   CASE WHEN d.state = 'behind' THEN (SELECT n.message_id FROM effectonce.parked_messages n WHERE ` + parkedSame + ` AND n.seq < d.seq ORDER BY n.seq LIMIT 1) END AS head`
 )
 
-// The lists return the newest first: an operator who was just paged looks for those. The targets are
-// the oldest first, in the order in which the program would have processed them.
+// The lists return the newest of a relay first: an operator who was just paged looks for those. The
+// targets are the oldest first, in the order in which the program would have processed them. Both walk
+// the primary key.
 const (
-	newest           = `) ORDER BY d.seq DESC, d.relay LIMIT $13`
-	oldest           = `) ORDER BY d.seq, d.relay LIMIT $13`
+	newest           = `) ORDER BY d.relay DESC, d.seq DESC LIMIT $13`
+	oldest           = `) ORDER BY d.relay, d.seq LIMIT $13`
 	deadListSQL      = "-- dead.list\nSELECT " + deadColumns + deadRows + matching + deadIsHead + newest
 	parkedListSQL    = "-- parked.list\nSELECT " + parkedColumns + parkedRows + matching + parkedIsHead + newest
 	deadTargetsSQL   = "-- dead.targets\nSELECT d.relay, d.seq" + deadRows + matching + deadIsHead + oldest

@@ -5,7 +5,6 @@ package consumers
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -55,16 +54,6 @@ func order(ctx context.Context, db operator.Beginner, what string, work func(tx 
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	return nil
-}
-
-// note records who gave an order, and why.
-func note(ctx context.Context, tx pgx.Tx, schema string, by operator.By, what string, subject map[string]any) error {
-	text, err := json.Marshal(subject)
-	if err != nil {
-		return err
-	}
-	_, err = tx.Exec(ctx, migrations.InSchema(noteSQL, schema), by.Who, what, by.Why, string(text))
-	return err
 }
 
 // knows refuses a topic that no consumer of the group has: an order for it would have no effect.

@@ -45,7 +45,7 @@ func PauseTopic(ctx context.Context, db operator.Beginner, schema string, by ope
 		if paused = tag.RowsAffected() > 0; !paused {
 			return nil
 		}
-		return note(ctx, tx, schema, by, "consumer.pause", map[string]any{"group": group, "topic": topic})
+		return operator.Note(ctx, tx, schema, by, "consumer.pause", map[string]any{"group": group, "topic": topic})
 	})
 	return pause, paused, err
 }
@@ -61,7 +61,7 @@ func ResumeTopic(ctx context.Context, db operator.Beginner, schema string, by op
 		if resumed = tag.RowsAffected() > 0; !resumed {
 			return knows(ctx, tx, schema, group, topic)
 		}
-		return note(ctx, tx, schema, by, "consumer.resume", map[string]any{"group": group, "topic": topic})
+		return operator.Note(ctx, tx, schema, by, "consumer.resume", map[string]any{"group": group, "topic": topic})
 	})
 	return resumed, err
 }

@@ -52,6 +52,3 @@ WHERE consumer_group = $1 AND topic = ANY ($2) AND NOT released AND owner IS NOT
 
 const setRuleSQL = `-- consumers.set_rule
 UPDATE effectonce.consumers SET id_rule = $2 WHERE name = $1`
-
-const noteSQL = `-- consumers.note
-INSERT INTO effectonce.operator_actions (who, what, why, subject) VALUES ($1, $2, $3, $4)`

@@ -113,7 +113,7 @@ func ResumeAt(
 		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, at); err != nil {
 			return err
 		}
-		return note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
+		return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
 			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": AtText(at), "position": r.Position, "before": r.Before,
 		})
 	})
@@ -136,7 +136,7 @@ func TakeBack(ctx context.Context, db operator.Beginner, schema string, by opera
 		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, nil); err != nil {
 			return err
 		}
-		return note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
+		return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
 			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": nil, "position": r.Position, "before": r.Before,
 		})
 	})

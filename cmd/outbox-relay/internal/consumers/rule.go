@@ -61,7 +61,7 @@ func SetRule(ctx context.Context, db operator.Beginner, schema string, by operat
 		if _, err := tx.Exec(ctx, migrations.InSchema(setRuleSQL, schema), name, rule); err != nil {
 			return err
 		}
-		return note(ctx, tx, schema, by, "consumer.id_rule", map[string]any{"consumer": name, "id_rule": rule, "before": before.IDRule})
+		return operator.Note(ctx, tx, schema, by, "consumer.id_rule", map[string]any{"consumer": name, "id_rule": rule, "before": before.IDRule})
 	})
 	if err != nil {
 		return nil, err

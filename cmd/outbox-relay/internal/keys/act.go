@@ -2,7 +2,7 @@ package keys
 
 import (
 	"context"
-	"encoding/json"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"time"
@@ -151,12 +151,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 		if done.RowsAffected() == 0 {
 			return &RefusedError{was, c.remedy(was)}
 		}
-		subject, err := json.Marshal(c.subject(was))
-		if err != nil {
-			return err
-		}
-		_, err = tx.Exec(ctx, inSchema(noteSQL, schema), place.Scope, place.Operation, place.Key, by.Who, c.what, by.Why, string(subject))
-		if err != nil {
+		if err := operator.Note(ctx, tx, schema, by, c.what, c.subject(was)); err != nil {
 			return err
 		}
 		if left, err := lock(ctx, tx, schema, place); err == nil {
@@ -188,6 +183,7 @@ func lock(ctx context.Context, tx pgx.Tx, schema string, place Place) (Row, erro
 // subject is what is recorded of a key: never its value, the request or the answer.
 func (c change) subject(was Row) map[string]any {
 	subject := map[string]any{
+		"scope": was.Scope, "operation": was.Operation, "key_sha256": fmt.Sprintf("%x", sha256.Sum256([]byte(was.Key))),
 		"mark": was.Mark, "state": was.State, "phases": was.Phases, "calling": was.Calling, "lock_token": was.LockToken, "locked_by": was.LockedBy,
 		"attempts": was.Attempts, "error": was.Error, "created_at": was.CreatedAt,
 	}

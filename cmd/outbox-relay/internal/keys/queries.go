@@ -98,7 +98,3 @@ UPDATE effectonce.idempotency_keys k SET state = 'finished', lock_token = k.lock
 // forgetSQL is retrySQL for work in one transaction: the next request executes it from the start.
 const forgetSQL = `-- keys.forget
 DELETE FROM effectonce.idempotency_keys k ` + this + ` AND k.flow IS NULL AND k.state::text IN ('indeterminate', 'abandoned')`
-
-const noteSQL = `-- keys.note
-INSERT INTO effectonce.operator_actions (who, what, why, subject)
-VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', pg_catalog.encode(sha256(pg_catalog.convert_to($3::text, 'UTF8')), 'hex')))`

@@ -4,6 +4,7 @@ package operator
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // By is who acts, and why. Both are stored forever, unchanged: Who has 1 to 255 bytes, Why 1 to
@@ -57,4 +59,13 @@ func Change(ctx context.Context, db Beginner, work func(tx pgx.Tx, began time.Ti
 			return err
 		}
 	}
+}
+
+// Note records who gave an order, and why. subject says what it was about, and holds no secrets.
+func Note(ctx context.Context, tx pgx.Tx, schema string, by By, what string, subject map[string]any) error {
+	text, err := json.Marshal(subject)
+	if err == nil {
+		_, err = tx.Exec(ctx, migrations.InSchema(noteSQL, schema), by.Who, what, by.Why, string(text))
+	}
+	return err
 }

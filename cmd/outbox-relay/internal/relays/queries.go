@@ -24,9 +24,6 @@ const replicasSQL = `-- relays.replicas
 SELECT relay, owner, coalesce(state, ''), coalesce(problem, '')
 FROM effectonce.outbox_replicas WHERE alive_until > clock_timestamp() ORDER BY relay, owner LIMIT $1`
 
-const settingsSQL = `-- relays.settings
-SELECT set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true), set_config('statement_timeout', '30s', true)`
-
 // lockSQL locks the row that a replica locks to take a shard or to change the number of shards.
 const lockSQL = `-- relays.lock
 SELECT FROM effectonce.outbox_relays WHERE relay = $1 FOR UPDATE`
@@ -61,7 +58,3 @@ SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1)`
 const leftSQL = `-- relays.left
 SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1) OR EXISTS (SELECT FROM effectonce.outbox_replicas WHERE relay = $1),
   EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND state IN ('held', 'behind', 'retry'))`
-
-const noteSQL = `-- relays.note
-INSERT INTO effectonce.operator_actions (who, what, why, subject)
-VALUES ($2, 'relay.delete', $3, pg_catalog.jsonb_build_object('relay', $1::text, 'shards', $4::bigint, 'paused_topics', $5::bigint))`

@@ -83,7 +83,6 @@ var (
 	ErrUnknown = errors.New("no relay has this name")
 	ErrLive    = errors.New("replicas of this relay are running or standing by: stop all of them first")
 	ErrDead    = errors.New("it has rows in outbox_dead, which no other relay publishes: decide on them first, with \"outbox-relay dead list\" and \"dead discard\"")
-	ErrBusy    = errors.New("another transaction holds its rows: try again")
 )
 
 // Deleted is what was deleted. Rows that the relay has not published are not published, unless
@@ -103,12 +102,7 @@ type Deleted struct {
 func Delete(ctx context.Context, db operator.Beginner, schema, relay string, by operator.By) (*Deleted, error) {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	gone := &Deleted{Relay: relay}
-	// Read committed, whatever the role's default: the statements after the lock have to see what
-	// committed before it.
-	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, settingsSQL); err != nil {
-			return err
-		}
+	err := operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) error {
 		locked, err := tx.Exec(ctx, in(lockSQL), relay)
 		if err != nil {
 			return err
@@ -140,14 +134,11 @@ func Delete(ctx context.Context, db operator.Beginner, schema, relay string, by 
 				return err
 			}
 		}
-		_, err = tx.Exec(ctx, in(noteSQL), relay, by.Who, by.Why, gone.Shards, gone.Paused)
-		return err
+		return operator.Note(ctx, tx, schema, by, "relay.delete", map[string]any{"relay": relay, "shards": gone.Shards, "paused_topics": gone.Paused})
 	})
 	switch {
 	case pgerr.Is(err, pgerr.UniqueViolation): // a holder wrote progress meanwhile
 		return nil, fmt.Errorf("relay %q: %w", relay, ErrLive)
-	case pgerr.LockConflict(err):
-		return nil, fmt.Errorf("relay %q: %w (%s)", relay, ErrBusy, pgerr.State(err))
 	case err != nil:
 		return nil, fmt.Errorf("relay %q: %w", relay, err)
 	}

@@ -4,7 +4,6 @@ package replay
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"time"
 
@@ -47,9 +46,6 @@ const insertSQL = `-- replay.insert
 ` + chosenSQL + ` INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
 SELECT o.id, coalesce($11::text, o.topic), o.key, o.payload, CASE WHEN $11::text IS NULL THEN o.headers ELSE o.headers - '` + record.HeaderPartition + `' END, o.created_at
 FROM chosen JOIN effectonce.outbox o USING (seq) ORDER BY o.seq`
-
-const noteSQL = `-- replay.note
-INSERT INTO effectonce.operator_actions (who, what, why, subject) VALUES ($1, 'replay', $2, $3)`
 
 func (o *Options) in(sql string) string { return migrations.InSchema(sql, o.Schema) }
 
@@ -94,12 +90,8 @@ func Run(ctx context.Context, db DB, opts Options) (rows int64, err error) {
 		if rows = done.RowsAffected(); rows == 0 {
 			return nil
 		}
-		subject, err := json.Marshal(map[string]any{"relay": opts.Relay, "from": opts.From, "to": opts.To, "topic": opts.Topic, "to_topic": opts.ToTopic, "rows": rows})
-		if err != nil {
-			return err
-		}
-		_, err = tx.Exec(ctx, opts.in(noteSQL), opts.By.Who, opts.By.Why, string(subject))
-		return err
+		return operator.Note(ctx, tx, opts.Schema, opts.By, "replay",
+			map[string]any{"relay": opts.Relay, "from": opts.From, "to": opts.To, "topic": opts.Topic, "to_topic": opts.ToTopic, "rows": rows})
 	})
 	if err != nil {
 		return 0, err

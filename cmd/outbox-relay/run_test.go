@@ -158,7 +158,7 @@ func TestRunWaitsForADatabaseThatIsAway(t *testing.T) {
 	refused := *there
 	refused.User = url.UserPassword(there.User.Username(), "wrong")
 	stderr, _ = start(&refused, "1h")
-	stderr.await(t, "user or password is wrong (28P01)")
+	stderr.await(t, "password authentication failed")
 	assert.NotContains(t, stderr.String(), "retrying")
 }
 

@@ -287,7 +287,7 @@ func (s *Settings) ConnectWaiting(ctx context.Context, connections int, most tim
 	}
 }
 
-// connectReason only uses fixed texts, SQLSTATEs, and texts from the network or from certificates.
+// connectReason is what the server says, or a fixed text.
 func connectReason(err error) string {
 	var server *pgconn.PgError
 	var dns *net.DNSError
@@ -301,7 +301,7 @@ func connectReason(err error) string {
 	case errors.Is(err, errSecretFile):
 		return err.Error()
 	case errors.As(err, &server):
-		return serverReason(server.Code)
+		return server.Message + " (" + server.Code + ")" // it never repeats a password
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return "connection refused: check host and port, and that PostgreSQL runs"
 	case errors.Is(err, syscall.ENOENT):
@@ -318,26 +318,6 @@ func connectReason(err error) string {
 		return "interrupted"
 	}
 	return "the connection failed: check host, port and TLS, and see the server's log"
-}
-
-func serverReason(code string) string {
-	switch code {
-	case "28P01":
-		return "user or password is wrong (28P01)"
-	case "28000":
-		return "the server does not let this user in from here: check the user and pg_hba.conf (28000)"
-	case "3D000":
-		return "this database does not exist: create it, or check the name (3D000)"
-	case "42501":
-		return "the role may not connect: GRANT CONNECT (42501)"
-	case "53300":
-		return "too many connections: raise max_connections or close some (53300)"
-	case "57P03":
-		return "the server is starting up or shutting down: try again (57P03)"
-	case "42704":
-		return "the server does not know a parameter of the URL (42704)"
-	}
-	return "the server refuses with SQLSTATE " + code + ": see its log"
 }
 
 // Target is the destination of a connection, as host:port/dbname, without user and password.

@@ -72,7 +72,7 @@ func TestActionsNeedAChoice(t *testing.T) {
 	for line, code := range map[string]int{
 		"dead retry": 2, "dead discard --topic orders": 2, "parked retry": 2, "parked discard --topic orders": 2, "consumer pause": 2, "consumer pause --group billing --topic orders": 2,
 		"consumer resume-at --group billing --topic orders": 2, "consumer resume-at --group billing --topic orders --partition 0 --why w": 2, "consumer id-rule billing/orders --set standard": 2,
-		"dead retry --state behind": 1, "dead discard --why w --id 2 --all-of-key": 1, "parked discard --why w --id orders/0/2": 1,
+		"dead retry --state behind": 1, "dead discard --why w 2 --all-of-key": 1, "parked discard --why w orders/0/2": 1,
 		"parked retry --topic nothing": 0, "dead discard --why w --all --dry-run": 0, "parked discard --why w --all --dry-run": 0,
 	} {
 		r := run(t, environment, strings.Fields(line)...)
@@ -90,7 +90,7 @@ func TestPayloadsAreNotPrinted(t *testing.T) {
 	_, err := conn.PgConn().Exec(t.Context(), parkSQL).ReadAll()
 	require.NoError(t, err)
 	for _, line := range []string{
-		"dead list", "dead list --json", "dead retry --id 4 --json", "dead discard --all --yes --why w",
+		"dead list", "dead list --json", "dead retry 4 --json", "dead discard --all --yes --why w",
 		"parked list", "parked list --json", "parked retry --all --json", "parked discard --all --yes --why w", "actions list", "actions list --json", "status --json",
 	} {
 		assertNoCanary(t, runOn(t, address, strings.Fields(line)...), line)

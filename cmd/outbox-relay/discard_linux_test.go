@@ -32,7 +32,7 @@ func terminalPair(t *testing.T) (person, program *os.File) {
 func TestDiscardOfSeveralAsks(t *testing.T) {
 	t.Parallel()
 	address, conn := deadDatabase(t)
-	for _, args := range [][]string{{"--all"}, {"--id", "1", "--all-of-key"}, {"--all", "--json"}} {
+	for _, args := range [][]string{{"--all"}, {"1", "--all-of-key"}, {"--all", "--json"}} {
 		r := runOn(t, address, append([]string{"dead", "discard", "--why", "test"}, args...)...)
 		assert.Equal(t, 2, r.code, args)
 		assert.Contains(t, r.stderr, "--yes confirms", args)

@@ -19,16 +19,16 @@ func newDead(s *cli.Settings) *cobra.Command {
 		Long: `Rows that Kafka did not accept wait in outbox_dead. The first dead row of a key holds the key: later rows of the key
 wait behind it, in order. An operator decides:
 
-  outbox-relay dead list                     # what waits, and why
-  outbox-relay dead show ID                  # all about one row, and what to do
-  outbox-relay dead retry --id ID --wait     # publish it, and the rows behind it
-  outbox-relay dead discard --id ID --why …  # never publish it; the rows behind it continue`,
+  outbox-relay dead list                # what waits, and why
+  outbox-relay dead show ID             # all about one row, and what to do
+  outbox-relay dead retry ID --wait     # publish it, and the rows behind it
+  outbox-relay dead discard ID --why …  # never publish it; the rows behind it continue`,
 	}
 	cmd.AddCommand(
 		newList(s, held.Dead, &cobra.Command{
-			Use:   "list",
+			Use:   "list [ID]",
 			Short: "List dead rows, the newest first",
-			Long: `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or --id,
+			Long: `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or an ID,
 lists rows behind others. Without --relay it lists rows of all relays.
 
 --json has the same keys as for parked messages: what dead rows do not have is empty or null.`,
@@ -43,7 +43,7 @@ Headers and payload need --payload, which is cut at 4 KiB without --full. Header
 cookie, token, and the like) are never shown.`,
 		}),
 		newRetry(s, held.Dead, &cobra.Command{
-			Use:   "retry",
+			Use:   "retry {ID | filter}",
 			Short: "Hand dead rows back to the running relay",
 			Long: `Hand dead rows back to the running relay. It publishes them within about a second, then the rows behind them, in
 order. A row that Kafka refuses again is held again. Only the first row of a key can be retried; the others follow.
@@ -51,17 +51,17 @@ Rows of a missing topic need no retry: they follow once it exists.
 
 With --wait, exit status 1 if a row is held again, or not done within --wait-max. Retries are recorded.
 
-  outbox-relay dead retry --id 0199a0c4-… --wait
+  outbox-relay dead retry 0199a0c4-… --wait
   outbox-relay dead retry --reason too_large --topic orders --why "limit raised to 4 MiB" --wait`,
 		}),
 		newDiscard(s, held.Dead, &cobra.Command{
-			Use:   "discard",
+			Use:   "discard {ID | filter}",
 			Short: "Discard dead rows: they are never published",
 			Long: `Discard dead rows: they are never published. The rows behind them go to the relay, in order, or are discarded too with
 --all-of-key. Only the first row of a key can be discarded alone, and none that was handed back: the relay may be
 publishing it. Discards are recorded without the payload: see "dead show" first.
 
-  outbox-relay dead discard --id 0199a0c4-… --why "test order"
+  outbox-relay dead discard 0199a0c4-… --why "test order"
   outbox-relay dead discard --topic oders --all-of-key --yes --why "misspelt topic"`,
 		}),
 	)
@@ -75,17 +75,17 @@ func newParked(s *cli.Settings) *cobra.Command {
 		Long: `Messages that a consumer could not handle wait in parked_messages. The first parked message of a key holds the key:
 later messages of the key wait behind it, in order. An operator decides:
 
-  outbox-relay parked list                     # what waits, and why
-  outbox-relay parked show ID                  # all about one message, and what to do
-  outbox-relay parked retry --id ID --wait     # handle it, and the messages behind it
-  outbox-relay parked discard --id ID --why …  # never handle it; the messages behind it continue`,
+  outbox-relay parked list                # what waits, and why
+  outbox-relay parked show ID             # all about one message, and what to do
+  outbox-relay parked retry ID --wait     # handle it, and the messages behind it
+  outbox-relay parked discard ID --why …  # never handle it; the messages behind it continue`,
 	}
 	cmd.AddCommand(
 		newList(s, held.Parked, &cobra.Command{
-			Use:   "list",
+			Use:   "list [ID]",
 			Short: "List parked messages, the newest first",
 			Long: `List parked messages, the newest first, with the number of messages behind each, and totals by reason. --reason behind,
-or --id, lists messages behind others.
+or an ID, lists messages behind others.
 
 --json has the same keys as for dead rows: what parked messages do not have is empty or null.`,
 		}),
@@ -98,7 +98,7 @@ log or as the message carried it, or topic/partition/offset. If several consumer
 Headers and payload are as in "dead show".`,
 		}),
 		newRetry(s, held.Parked, &cobra.Command{
-			Use:   "retry",
+			Use:   "retry {ID | filter}",
 			Short: "Hand parked messages back to the running consumers",
 			Long: `Hand parked messages back to the running consumers. The partition's holder handles them within about a second, then the
 messages behind them, in order. A message that fails again is parked again. Only the first message of a key can be
@@ -107,7 +107,7 @@ retried; the others follow.
 With --wait, exit status 1 if a message fails again, or is not done within --wait-max. Retries are recorded.`,
 		}),
 		newDiscard(s, held.Parked, &cobra.Command{
-			Use:   "discard",
+			Use:   "discard {ID | filter}",
 			Short: "Discard parked messages: they are never handled",
 			Long: `Discard parked messages: they are never handled, and their rows are deleted. The messages behind them go to the
 consumers, in order, or are discarded too with --all-of-key. Only the first message of a key can be discarded alone.
@@ -136,7 +136,6 @@ const flagLimit = "limit"
 // what is discarded.
 func (c *selection) add(flags *pflag.FlagSet, limit int) {
 	f := &c.filter
-	cli.AddText(flags, "id", 1024, c.ID, c.name)
 	cli.AddText(flags, "key", 1<<20, "key, as text or as base64:...", func(text string) (err error) {
 		f.Key, err = human.ParseKey(text)
 		return err
@@ -146,7 +145,7 @@ func (c *selection) add(flags *pflag.FlagSet, limit int) {
 	cli.AddAge(flags, &f.OlderThan, "older-than", string(c.kind)+" for longer")
 	cli.AddAge(flags, &f.YoungerThan, "younger-than", string(c.kind)+" for less")
 	cli.AddInt(flags, &c.limit, flagLimit, limit, 1, held.TargetsMax, "at most this many "+c.Rows())
-	cli.CommandLineOnly(flags, "id", "key", "topic", "reason", "older-than", "younger-than", flagLimit)
+	cli.CommandLineOnly(flags, "key", "topic", "reason", "older-than", "younger-than", flagLimit)
 	if c.kind == held.Dead {
 		cli.AddOneOf(flags, &f.State, "state", "state", c.kind.States())
 		cli.CommandLineOnly(flags, "state")

@@ -67,7 +67,7 @@ func (a *action) command(cmd *cobra.Command) *cobra.Command {
 		}
 		return errors.Join(problems...)
 	})
-	cmd.Args = cli.NoArgs
+	cmd.Args = cli.OptionalID(a.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		sign(&a.order.By)
 		if !a.wait {

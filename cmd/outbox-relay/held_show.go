@@ -27,7 +27,7 @@ func newList(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command
 	c := newSelection(s, kind)
 	c.add(cmd.Flags(), listMax)
 	cli.AddJSONLines(cmd, &asJSON)
-	cmd.Args = cli.NoArgs
+	cmd.Args = cli.OptionalID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 		defer cancel()

@@ -116,7 +116,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	operator := pgtest.Login(t, address, prefix, "operator")
 	for _, line := range []string{
 		"status --interval 0s", "positions", "explain " + id, "verify --group billing", "tail --from-beginning --limit 2", "doctor", "migrate status",
-		"dead list", "dead show 1", "dead retry --reason too_large", "dead discard --topic payments --all-of-key --yes --why test", "dead discard --id 4 --why test",
+		"dead list", "dead show 1", "dead retry --reason too_large", "dead discard --topic payments --all-of-key --yes --why test", "dead discard 4 --why test",
 		"parked list", "parked show " + idPrefix + "1", "parked retry --reason failed", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --yes --why test", "actions list", "prune --dry-run",
 		"keys list", "keys show in-doubt --payload", "keys retry in-doubt --call-did-not-happen --why test", "keys finish given-up --status 201 --forever --why test",

@@ -97,7 +97,13 @@ Exit status: 0 success, 1 not well or failed, 2 wrong use.`,
 		c.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error { return s.Resolve(cmd) }
 		root.AddCommand(c)
 	}
+	root.AddCommand(newConnection())
 	root.SetHelpCommand(newHelp())
+	help := root.HelpFunc()
+	root.SetHelpFunc(func(cmd *cobra.Command, args []string) {
+		cli.ConnectionFlags().VisitAll(func(f *pflag.Flag) { root.PersistentFlags().Lookup(f.Name).Hidden = true })
+		help(cmd, args)
+	})
 	root.InitDefaultCompletionCmd()
 	nameOnly(root)
 	return root
@@ -114,6 +120,18 @@ func nameOnly(c *cobra.Command) {
 	}
 	if c.HasSubCommands() && !c.Runnable() {
 		c.Args, c.RunE, c.SuggestionsMinimumDistance = oneOf, showHelp, 2
+	}
+}
+
+// newConnection is a topic of the help: flags that every command has, and few need.
+func newConnection() *cobra.Command {
+	return &cobra.Command{
+		Use:   "connection",
+		Short: "TLS, passwords and tokens of the connections to PostgreSQL and Kafka",
+		Long: `Every command has these flags, too. TLS to PostgreSQL and its client certificate are parts of --database-url, or PG...
+variables: sslmode, sslrootcert, sslcert, sslkey.
+
+` + strings.TrimRight(cli.ConnectionFlags().FlagUsages(), "\n"),
 	}
 }
 

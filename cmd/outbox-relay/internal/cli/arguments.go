@@ -36,6 +36,19 @@ func OneID(set func(id string) error) cobra.PositionalArgs {
 		if args[0] == "" || len(args[0]) > 1024 || !utf8.ValidString(args[0]) || strings.ContainsRune(args[0], 0) {
 			return errors.New("ID: want 1 to 1024 bytes of UTF-8")
 		}
-		return set(args[0])
+		if err := set(args[0]); err != nil {
+			return fmt.Errorf("%s: %w", Shown(args[0]), err)
+		}
+		return nil
+	}
+}
+
+// OptionalID is OneID of a command that can also choose rows by flags.
+func OptionalID(set func(id string) error) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return nil
+		}
+		return OneID(set)(cmd, args)
 	}
 }

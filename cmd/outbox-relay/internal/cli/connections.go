@@ -40,11 +40,17 @@ func isConnection(flag string) bool {
 	return isAddress(flag) || flag == flagDatabasePasswordFile || strings.HasPrefix(flag, "kafka-")
 }
 
+// ConnectionFlags are the flags of connections that few command lines need.
+func ConnectionFlags() *pflag.FlagSet {
+	flags := pflag.NewFlagSet("", pflag.ContinueOnError)
+	(&Settings{}).addConnectionFlags(flags)
+	return flags
+}
+
 func (s *Settings) addConnectionFlags(flags *pflag.FlagSet) {
 	s.databasePassword.flag = flagDatabasePasswordFile
 	AddOption(flags, flagDatabasePasswordFile, "file", "", "file with the database password; wins over the URL's; read again for each connection", s.databasePassword.parse)
 	s.kafka.addFlags(flags)
-	AddBool(flags, &s.insecure, "insecure", "allow secrets and data in the clear on the network: to brokers without --kafka-tls, to a database without TLS")
 }
 
 // checkConnections returns all conflicts between connection flags.

@@ -127,8 +127,9 @@ func generalName(flag string) string {
 func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	AddOption(flags, FlagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; set it in the environment to hide it from other users of the machine",
 		s.parseDatabaseURL)
-	AddOption(flags, FlagBrokers, "list", "", "Kafka seed brokers, as host:port,host:port", s.parseBrokers)
+	AddOption(flags, FlagBrokers, "list", "", "Kafka seed brokers, as host:port,host:port; for TLS and passwords see \"outbox-relay help connection\"", s.parseBrokers)
 	s.addConnectionFlags(flags)
+	AddBool(flags, &s.insecure, "insecure", "allow secrets and data in the clear on the network: to brokers without --kafka-tls, to a database without TLS")
 	AddOption(flags, "schema", "string", migrations.DefaultSchema, "schema that holds the tables", func(text string) error {
 		name, err := migrations.Options{Schema: text}.Resolve()
 		if err != nil || text == "" {

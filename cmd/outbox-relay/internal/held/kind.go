@@ -12,7 +12,6 @@ const (
 // Words are what people are told of the rows of a kind.
 type Words struct {
 	Row     string // what one of them is called
-	ID      string // what a person may give as its ID
 	Filters string // the flags that choose rows
 	WaitFor string // what a retry waits for
 	Lost    string // the fate of a discarded row
@@ -25,13 +24,13 @@ type Words struct {
 func (k Kind) Words() Words {
 	if k == Dead {
 		return Words{
-			Row: "row", ID: "row's id or seq, as in the relay's log", Filters: "--id, --key, --topic, --reason, --state",
+			Row: "row", Filters: "ID, --key, --topic, --reason, --state",
 			WaitFor: "the relay has published them", Lost: "never published", Behind: "it waits behind another row, or the relay may be publishing it",
 			Finished: "published", Failed: "held", Unfinished: "does a relay run?",
 		}
 	}
 	return Words{
-		Row: "message", ID: "message ID, or topic/partition/offset", Filters: "--id, --key, --topic, --consumer, --group, --reason",
+		Row: "message", Filters: "ID, --key, --topic, --consumer, --group, --reason",
 		WaitFor: "the consumers have handled them", Lost: "never handled", Behind: "it now waits behind another message",
 		Finished: "handled", Failed: "failed", Unfinished: "does a consumer hold their partitions?",
 	}

@@ -321,7 +321,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	}
 	m.workers[l.shard] = w
 	if most, need := int(m.pool.Config().MaxConns), 2+2*len(m.workers); most < need {
-		m.say.warn(ctx, "the pool has fewer connections than the relay needs: statements wait for each other, and leases may be lost: raise pool_max_conns (--max-connections)",
+		m.say.warn(ctx, "the pool has fewer connections than the relay needs: statements wait for each other, and leases may be lost: raise pool_max_conns",
 			"relay", m.cfg.Name, "connections", most, "needed", need, "shards", len(m.workers))
 	}
 	m.tell(l.shard, true)

@@ -155,7 +155,7 @@ func TestGoldenOfMistakes(t *testing.T) {
 		"status --brokers nosuch:port", "consumer resume-at --partition x --at y", "topics resume", "keys finish k --status 99 --window 1ns",
 
 		"''", "statsu", "migrate upp", "run --leese 3s", "run -brokers=x", "run --lease", "verify --topic ''", "status now", "version --json=perhaps", "help frobnicate",
-		"run --poll-min 1s", "run --topic-prefix 'a b'",
+		"run --topic-prefix 'a b'",
 		"bench relay --rows 7 --rounds 0",
 		"replay --to 2026-01-01T00:00:00Z", "replay --from 7", "replay --from 2026-01-01T00:00:00Z --to 2026-01-01T00:00:00Z",
 		"dead discard --topic orders", "dead retry --reason bad", "dead retry --state dead", "dead retry x", "dead retry 77",

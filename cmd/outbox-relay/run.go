@@ -2,8 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"log/slog"
 	"runtime/debug"
 	"strings"
@@ -19,13 +17,11 @@ import (
 
 type runner struct {
 	*cli.Settings
-	config      relay.Config
-	connections int
+	config relay.Config
 	// databaseWait is how long a start waits for an unreachable database.
 	databaseWait time.Duration
 	shards       int
 	endpoints    endpoints
-	limits       backlogLimits
 }
 
 func newRun(s *cli.Settings) *cobra.Command {
@@ -55,8 +51,6 @@ such as a password, is an error at once.
 	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
 	cli.AddRange(flags, &r.config.Lease, "lease", bounds.Lease, "how long the lease of a dead replica blocks the others")
-	cli.AddRange(flags, &r.config.PollMin, "poll-min", bounds.PollMin, "pause between reads of the table while rows arrive")
-	cli.AddRange(flags, &r.config.PollMax, "poll-max", bounds.PollMax, "longest pause while no rows arrive")
 	cli.AddRange(flags, &r.config.DrainMax, "drain-max", bounds.DrainMax, "how long a stop waits for records in flight")
 	cli.AddInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
 	cli.AddBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
@@ -67,21 +61,10 @@ such as a password, is an error at once.
 	cli.AddChoice(flags, &r.config.Compression, "kafka-compression", []string{"none", "gzip", "snappy", "lz4", "zstd"}, "snappy", "compression of records")
 	cli.AddInt(flags, &r.config.RecordBytesMax, "record-bytes-max", 1_048_588, 1024, 90_000_000, "largest record and batch, in bytes; as max.message.bytes of topics")
 	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
-	cli.AddInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)
-	r.limits.addFlags(flags)
-	s.Check(cmd, r.Validate)
+	s.Check(cmd, r.endpoints.Validate)
 	return cmd
-}
-
-// Validate returns all problems of flags that depend on each other.
-func (r *runner) Validate() error {
-	problem := r.endpoints.Validate()
-	if r.config.PollMin > r.config.PollMax {
-		problem = errors.Join(problem, fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", cli.ShortDuration(r.config.PollMin), cli.ShortDuration(r.config.PollMax)))
-	}
-	return problem
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
@@ -91,7 +74,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 		return err
 	}
 	defer watch.close()
-	pool, err := r.ConnectWaiting(ctx, r.connections, r.databaseWait, logger)
+	pool, err := r.ConnectWaiting(ctx, r.databaseWait, logger)
 	if err != nil {
 		return err
 	}

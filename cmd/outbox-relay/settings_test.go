@@ -58,15 +58,15 @@ func TestSourcesOfASetting(t *testing.T) {
 func TestAllProblemsAreReportedAtOnce(t *testing.T) {
 	t.Parallel()
 	r := run(t, map[string]string{"OUTBOX_LEASE": "soon", "OUTBOX_LOG_LEVEL": "loud"},
-		"run", "--poll-min", "2m", "--max-connections", "1", "--schema", "Bad Name", "--relay", strings.Repeat("x", 256), "--log-format", "xml", "--brokers", ":9092")
+		"run", "--keep", "2ms", "--shards", "257", "--schema", "Bad Name", "--relay", strings.Repeat("x", 256), "--log-format", "xml", "--brokers", ":9092")
 	assert.Equal(t, 2, r.code)
 	assert.Empty(t, r.stdout)
 	lines := strings.Split(strings.TrimSpace(r.stderr), "\n")
 	for _, want := range []string{
 		`OUTBOX_LEASE "soon": want a duration such as 10s, 1s to 10m`,
 		`OUTBOX_LOG_LEVEL "loud": want debug, info, warn or error`,
-		`--poll-min "2m": want a duration such as 700µs, 100µs to 1m`,
-		`--max-connections "1": want a number, 2 to 100`,
+		`--keep "2ms": want a duration such as 10m, 100ms to 720h`,
+		`--shards "257": want a number, 1 to 256`,
 		`--schema "Bad Name": want at most 49 lower-case letters`,
 		`: want 1 to 255 bytes`,
 		`--log-format "xml": want one of text, json`,

@@ -48,7 +48,6 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	}
 	w := &watch{at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
 		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
-		BacklogAgeMax: r.limits.age, BacklogBytesMax: r.limits.bytes(),
 	})}
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
 	if r.endpoints.pprof != "" {

@@ -263,8 +263,16 @@ func away(err error) bool {
 		errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err))
 }
 
-// ConnectWaiting is ConnectPrimary, but waits up to most for a database that is unreachable.
-func (s *Settings) ConnectWaiting(ctx context.Context, connections int, most time.Duration, logger *slog.Logger) (*pgxpool.Pool, error) {
+// connectionsMax is enough for every shard that a relay may hold. It opens what it needs.
+const connectionsMax = 100
+
+// ConnectWaiting is ConnectPrimary for a relay, but waits up to most for a database that is
+// unreachable. It opens as many connections as the relay needs, or pool_max_conns of the URL.
+func (s *Settings) ConnectWaiting(ctx context.Context, most time.Duration, logger *slog.Logger) (*pgxpool.Pool, error) {
+	connections := connectionsMax
+	if strings.Contains(s.pool.ConnString(), "pool_max_conns") {
+		connections = int(s.pool.MaxConns)
+	}
 	begun := time.Now()
 	for wait := time.Second; ; wait = min(2*wait, connectPauseMax) {
 		pool, err := s.ConnectPrimary(ctx, connections)

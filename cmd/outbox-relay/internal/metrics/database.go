@@ -28,7 +28,7 @@ const (
 
 // database exposes the values of the last reading. A group whose reading failed has no values.
 type database struct {
-	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions, overLimit *prometheus.Desc
+	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions *prometheus.Desc
 
 	mu     sync.Mutex
 	groups map[string][]prometheus.Metric
@@ -45,7 +45,6 @@ func newDatabase() *database {
 		paused:       d("effectonce_outbox_paused_topics", "Paused topics of the relay.", []string{"relay"}, nil),
 		size:         d("effectonce_outbox_table_bytes", "Size of the outbox in bytes, with indexes and TOAST.", nil, nil),
 		transactions: d("effectonce_outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written, in seconds; 0 if there is none.", nil, nil),
-		overLimit:    d("effectonce_outbox_backlog_over_limit", "1 while the outbox exceeds the configured limit for its age or its size, else 0.", []string{"relay", "limit"}, nil),
 		scheduled:    d("effectonce_outbox_scheduled_messages", "Scheduled messages that are not in the outbox yet, counted up to 100000.", nil, nil),
 		overdue:      d("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due.", nil, nil),
 		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", []string{"state"}, nil),
@@ -57,7 +56,7 @@ func newDatabase() *database {
 
 // Describe implements prometheus.Collector.
 func (d *database) Describe(descs chan<- *prometheus.Desc) {
-	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions, d.overLimit} {
+	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions} {
 		descs <- desc
 	}
 }

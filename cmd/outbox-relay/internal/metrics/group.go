@@ -27,7 +27,6 @@ func (m *Metrics) groups() []group {
 		{name: "paused", read: m.later(d.paused, "effectonce.outbox_paused", pausedSQL, 0)},
 		{name: "dead", read: m.query(d.dead, deadSQL, []string{name}, name, rowsMax)},
 		{name: "size", read: m.query(d.size, sizeSQL, nil)},
-		{name: "limits", optional: true, read: m.limits},
 		{name: "transactions", read: m.query(d.transactions, transactionsSQL, nil)},
 		{name: "scheduled", optional: true, read: m.scheduled},
 		{name: "keys", optional: true, read: m.keys},
@@ -55,38 +54,6 @@ func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, 
 	}
 	age, err := gauge(m.database.oldest, oldest, m.cfg.Relay)
 	return []prometheus.Metric{rows, age}, err
-}
-
-// limits returns no values if the schema is older than the view, or if no limit is set.
-func (m *Metrics) limits(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
-	if m.cfg.BacklogAgeMax == 0 && m.cfg.BacklogBytesMax == 0 {
-		return nil, nil
-	}
-	var exists bool
-	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.outbox_backlog", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
-		return nil, err
-	}
-	var age float64
-	var bytes int64
-	if err := tx.QueryRow(ctx, migrations.InSchema(backlogSQL, m.cfg.Schema), m.cfg.Relay).Scan(&age, &bytes); err != nil {
-		return nil, err
-	}
-	over := func(limit string, is bool) error {
-		value := 0.0
-		if is {
-			value = 1
-		}
-		metric, err := gauge(m.database.overLimit, value, m.cfg.Relay, limit)
-		values = append(values, metric)
-		return err
-	}
-	if m.cfg.BacklogAgeMax > 0 {
-		err = over("age", age > m.cfg.BacklogAgeMax.Seconds())
-	}
-	if err == nil && m.cfg.BacklogBytesMax > 0 {
-		err = over("bytes", bytes > m.cfg.BacklogBytesMax)
-	}
-	return values, err
 }
 
 // scheduled returns no values if the schema is older than the table.

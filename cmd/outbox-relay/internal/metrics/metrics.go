@@ -22,10 +22,6 @@ type Config struct {
 	Version string        // of the program
 	Every   time.Duration // pause between two readings of the database
 	Logger  *slog.Logger
-	// BacklogAgeMax and BacklogBytesMax are limits on the outbox that are only observed: see
-	// effectonce_outbox_backlog_over_limit. 0: no limit.
-	BacklogAgeMax   time.Duration
-	BacklogBytesMax int64
 }
 
 // Metrics are the metrics of one replica.

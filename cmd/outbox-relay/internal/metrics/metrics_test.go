@@ -25,7 +25,6 @@ import (
 func newMetrics(schema string) *metrics.Metrics {
 	return metrics.New(metrics.Config{
 		Relay: "default", Schema: schema, Version: "v1.2.3", Every: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
-		BacklogAgeMax: time.Minute, BacklogBytesMax: 1 << 40,
 	})
 }
 
@@ -69,11 +68,6 @@ func TestMetricsOfARun(t *testing.T) {
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic, created_at) SELECT $1, clock_timestamp() - interval '100 s' FROM generate_series(1, 3)", topic)
 	s = await(t, m, "three rows wait", func(s series) bool { return s[pending] == 3 })
 	assert.GreaterOrEqual(t, s[age], 100.0)
-	over := func(limit string) string {
-		return of("effectonce_outbox_backlog_over_limit", "limit", limit, "relay", "default")
-	}
-	await(t, m, "they are too old", func(s series) bool { return s[over("age")] == 1 })
-	assert.Zero(t, s[over("bytes")])
 	first := s[age]
 	s = await(t, m, "they get older", func(s series) bool { return s[age] > first })
 	assert.Zero(t, s[dispatched])
@@ -92,7 +86,6 @@ func TestMetricsOfARun(t *testing.T) {
 		return s[of("effectonce_outbox_interruptions_total", "relay", "default")] >= 1 && s[of("effectonce_outbox_lease_changes_total", "relay", "default")] >= 3
 	})
 
-	await(t, m, "none is too old", func(s series) bool { return s[over("age")] == 0 })
 	waits := of("effectonce_outbox_relay_truncate_waiting_seconds", "relay", "default", "slot", "1")
 	for _, waiting := range []time.Duration{90 * time.Second, 0} {
 		m.Hooks().TruncateWaits(1, waiting)

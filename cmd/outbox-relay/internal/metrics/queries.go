@@ -31,10 +31,6 @@ SELECT CASE WHEN pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE') THEN great
   (SELECT pg_catalog.min(xact_start) FROM pg_stat_activity WHERE backend_xid IS NOT NULL),
   (SELECT pg_catalog.min(prepared) FROM pg_prepared_xacts))), 0)::float8 END`
 
-// backlogSQL handles a relay that never ran: it is not in the view while others are.
-const backlogSQL = `-- metrics.backlog
-SELECT coalesce(pg_catalog.max(oldest_seconds) FILTER (WHERE relay = $1), 0)::float8, coalesce(pg_catalog.max(bytes), 0)::bigint FROM effectonce.outbox_backlog`
-
 const parkedSQL = `-- metrics.parked
 SELECT c.consumer_group, p.topic, p.reason, count(*)::float8
 FROM effectonce.consumers c CROSS JOIN LATERAL (

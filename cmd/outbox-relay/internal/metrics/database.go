@@ -28,7 +28,7 @@ const (
 
 // database exposes the values of the last reading. A group whose reading failed has no values.
 type database struct {
-	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions *prometheus.Desc
+	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, pauses, positions *prometheus.Desc
 
 	mu     sync.Mutex
 	groups map[string][]prometheus.Metric
@@ -50,13 +50,14 @@ func newDatabase() *database {
 		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", []string{"state"}, nil),
 		unfinished:   d("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running.", nil, nil),
 		parked:       d("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000 for each consumer.", []string{"group", "topic", "reason"}, nil),
+		pauses:       d("effectonce_consumer_paused_topics", "Topics that an operator paused for a group of consumers.", []string{"group"}, nil),
 		positions:    d("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", []string{"group", "topic", "partition"}, nil),
 	}
 }
 
 // Describe implements prometheus.Collector.
 func (d *database) Describe(descs chan<- *prometheus.Desc) {
-	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions} {
+	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.pauses, d.positions} {
 		descs <- desc
 	}
 }

@@ -23,14 +23,15 @@ func (m *Metrics) groups() []group {
 	d, name := m.database, m.cfg.Relay
 	return []group{
 		{name: "pending", read: m.pending},
-		{name: "shards", read: m.later(d.shards, "effectonce.outbox_relays", shardsSQL, 1)},
-		{name: "paused", read: m.later(d.paused, "effectonce.outbox_paused", pausedSQL, 0)},
+		{name: "shards", read: m.query(d.shards, shardsSQL, []string{name}, name)},
+		{name: "paused", read: m.query(d.paused, pausedSQL, []string{name}, name)},
 		{name: "dead", read: m.query(d.dead, deadSQL, []string{name}, name, rowsMax)},
 		{name: "size", read: m.query(d.size, sizeSQL, nil)},
 		{name: "transactions", read: m.query(d.transactions, transactionsSQL, nil)},
 		{name: "scheduled", optional: true, read: m.scheduled},
 		{name: "keys", optional: true, read: m.keys},
 		{name: "parked", optional: true, read: m.query(d.parked, parkedSQL, nil, rowsMax)},
+		{name: "pauses", optional: true, read: m.query(d.pauses, pausesSQL, nil)},
 		{name: "positions", optional: true, read: m.query(d.positions, positionsSQL, nil, positionsMax)},
 	}
 }
@@ -56,12 +57,7 @@ func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, 
 	return []prometheus.Metric{rows, age}, err
 }
 
-// scheduled returns no values if the schema is older than the table.
 func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
-	var exists bool
-	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.outbox_scheduled", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
-		return nil, err
-	}
 	s, err := doctor.ReadScheduled(ctx, tx, m.cfg.Schema)
 	if err != nil {
 		return nil, err
@@ -74,12 +70,7 @@ func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric
 	return []prometheus.Metric{count, overdue}, err
 }
 
-// keys returns no values if the schema is older than the table.
 func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
-	var exists bool
-	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.idempotency_keys", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
-		return nil, err
-	}
 	k, err := doctor.ReadKeys(ctx, tx, m.cfg.Schema)
 	if err != nil {
 		return nil, err
@@ -93,23 +84,6 @@ func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) (values []prometheus.Metr
 	}
 	oldest, err := gauge(m.database.unfinished, k.OldestUnfinishedSeconds)
 	return append(values, oldest), err
-}
-
-// later is query for a table that a later version of the schema added; standard is the value
-// without it.
-func (m *Metrics) later(desc *prometheus.Desc, table, sql string, standard float64) func(context.Context, pgx.Tx) ([]prometheus.Metric, error) {
-	read := m.query(desc, sql, []string{m.cfg.Relay}, m.cfg.Relay)
-	return func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
-		var exists bool
-		if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema(table, m.cfg.Schema)).Scan(&exists); err != nil {
-			return nil, err
-		}
-		if exists {
-			return read(ctx, tx)
-		}
-		metric, err := gauge(desc, standard, m.cfg.Relay)
-		return []prometheus.Metric{metric}, err
-	}
 }
 
 func gauge(desc *prometheus.Desc, value float64, labels ...string) (prometheus.Metric, error) {

@@ -156,7 +156,7 @@ func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 		FROM effectonce.consumers c, generate_series(1, 3) n`)
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time, caught_up_at) VALUES
 		('billing', 'orders', 0, clock_timestamp() - interval '200 s', NULL),
-		('billing', 'orders', 1, clock_timestamp() - interval '200 s', clock_timestamp())`)
+		('billing', 'orders', 1, clock_timestamp() - interval '200 s', clock_timestamp()), ('billing', 'paid', 0, clock_timestamp(), NULL)`)
 	position := func(partition string) string {
 		return of("effectonce_consumer_position_age_seconds", "group", "billing", "partition", partition, "topic", "orders")
 	}
@@ -167,6 +167,11 @@ func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 	assert.InDelta(t, 2, s[of("effectonce_parked_messages", "group", "billing", "reason", "behind", "topic", "orders")], 0)
 	assert.InDelta(t, 230, s[position("0")], 30)
 	assert.InDelta(t, 15, s[position("1")], 15, "an idle partition at its end is not late")
+	exec(t, pool, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('billing', 'orders', 'ana', 'w')")
+	await(t, m, "a pause", func(s series) bool {
+		_, late := s[position("0")]
+		return !late && s[of("effectonce_consumer_paused_topics", "group", "billing")] == 1
+	})
 }
 
 // compareWithDocs compares names, types and labels in both directions.

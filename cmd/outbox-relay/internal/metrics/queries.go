@@ -9,9 +9,6 @@ const deadSQL = `-- metrics.dead
 SELECT reason, state, count(*)::float8 FROM (SELECT reason, state FROM effectonce.outbox_dead WHERE relay = $1 AND state IN ('held', 'behind', 'retry') LIMIT $2) bounded
 GROUP BY reason, state`
 
-const existsSQL = `-- metrics.exists
-SELECT to_regclass($1) IS NOT NULL`
-
 const shardsSQL = `-- metrics.shards
 SELECT coalesce((SELECT shards FROM effectonce.outbox_relays WHERE relay = $1), 1)::float8`
 
@@ -34,13 +31,18 @@ SELECT CASE WHEN pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE') THEN great
 const parkedSQL = `-- metrics.parked
 SELECT c.consumer_group, p.topic, p.reason, count(*)::float8
 FROM effectonce.consumers c CROSS JOIN LATERAL (
-  SELECT topic, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason
+  SELECT topic, CASE WHEN state = 'retry' AND (parked_at > clock_timestamp() - interval '2 h'
+    OR EXISTS (SELECT FROM effectonce.consumer_pauses w WHERE w.consumer_group = c.consumer_group AND w.topic = m.topic)) THEN 'retry' ELSE reason END AS reason
   FROM effectonce.parked_messages m WHERE m.consumer = c.id LIMIT $1) p
 GROUP BY c.consumer_group, p.topic, p.reason`
+
+const pausesSQL = `-- metrics.pauses
+SELECT consumer_group, count(*)::float8 FROM effectonce.consumer_pauses GROUP BY consumer_group`
 
 // positionsSQL: a position is as old as the last record before it, or as the last time when it was
 // at the end of its partition. The oldest come first, so the limit leaves out the youngest.
 const positionsSQL = `-- metrics.positions
 SELECT consumer_group, topic, partition::text,
   greatest(extract(epoch FROM clock_timestamp() - greatest(least(coalesce(greatest(record_time, caught_up_at), updated_at), '2200-01-01'), '1970-01-01')), 0)::float8 AS seconds
-FROM effectonce.consumer_positions ORDER BY seconds DESC LIMIT $1`
+FROM effectonce.consumer_positions p WHERE NOT EXISTS (SELECT FROM effectonce.consumer_pauses w WHERE w.consumer_group = p.consumer_group AND w.topic = p.topic)
+ORDER BY seconds DESC LIMIT $1`

@@ -1,8 +1,10 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"regexp"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -94,87 +96,35 @@ func Schema(ctx context.Context, db operator.Querier, schema string) []Finding {
 	return []Finding{ok("schema", "schema %s has version %d", schema, state.Current)}
 }
 
-// right is one right that a role needs. If a privilege is limited to some columns, they follow it
-// in parentheses: SELECT(one two).
-type right struct{ kind, name, privileges string }
+// right is one right that a role needs.
+type right struct{ kind, name, privilege, columns string }
 
-// relayRights is all that the relay's role needs. The role that publishes needs USAGE on the schema
-// and INSERT on outbox. migrations/roles.sql grants the same, and what statusRights lists.
-func relayRights(schema string) []right {
-	return []right{
-		{"schema", schema, "USAGE"},
-		{"table", "schema_version", "SELECT"},
-		{"table", "schema_compatibility", "SELECT"},
-		{"table", "outbox", "SELECT,INSERT,UPDATE"}, // UPDATE: after a restore into another cluster; INSERT: messages for later
-		{"sequence", "outbox_seq_seq", "SELECT"},
-		{"sequence", "outbox_slot", "SELECT,UPDATE"},
-		{"function", "outbox_sequence_state()", "EXECUTE"},
-		{"table", "outbox_0", "SELECT,TRUNCATE"},
-		{"table", "outbox_1", "SELECT,TRUNCATE"},
-		{"table", "outbox_2", "SELECT,TRUNCATE"},
-		{"table", "outbox_3", "SELECT,TRUNCATE"},
-		{"table", "outbox_slots", "SELECT,UPDATE"},
-		{"table", "outbox_locks", "SELECT,UPDATE"},
-		{"table", "outbox_ticks", "SELECT,INSERT,DELETE"},
-		{"table", "outbox_relays", "SELECT,INSERT,UPDATE"},
-		{"table", "outbox_replicas", "SELECT,INSERT,UPDATE,DELETE"},
-		{"table", "outbox_progress", "SELECT,INSERT,UPDATE"},
-		{"table", "outbox_advances", "SELECT,INSERT,DELETE"},
-		{"table", "outbox_progress_now", "SELECT"},
-		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
-		{"table", "outbox_paused", "SELECT"},
-		{"table", "outbox_backlog", "SELECT"},
-		{"table", "outbox_scheduled", "SELECT,UPDATE,DELETE"}, // UPDATE: to lock rows
-	}
-}
+// The parts of a GRANT of the roles' SQL: privileges, kind of object, objects, roles; a privilege with
+// its columns; an object.
+var (
+	grantOf     = regexp.MustCompile(`(?ms)^GRANT (.+?) ON (SCHEMA|SEQUENCE|FUNCTION)? ?(.+?) TO ([^;]+);`)
+	privilegeOf = regexp.MustCompile(`([A-Z]+)(?: \(([^)]+)\))?`)
+	objectOf    = regexp.MustCompile(migrations.DefaultSchema + `\.(\w+)`)
+)
 
-// statusRights is what ReadStatus, the relay's metrics need besides. They may not
-// read the content of parked messages.
-func statusRights() []right {
-	return []right{
-		{"table", "consumers", "SELECT"},
-		{"table", "consumer_positions", "SELECT"},
-		{"table", "consumer_topics", "SELECT"},
-		{"table", "consumer_pauses", "SELECT"},
-		{"table", "parked_messages", "SELECT(consumer topic partition key reason state parked_at)"},
-		{"table", "maintenance", "SELECT"},
-		{"table", "idempotency_keys", "SELECT(state created_at retry_at locked_until expires_at)"},
+// roleRights returns the rights of a group role, from the SQL that grants them.
+func roleRights(schema, part string) (all []right, err error) {
+	sql, err := migrations.Roles(migrations.Options{}, "")
+	for _, grant := range grantOf.FindAllStringSubmatch(sql, -1) {
+		if !strings.Contains(grant[4], "_"+part) {
+			continue
+		}
+		objects := objectOf.FindAllStringSubmatch(grant[3], -1)
+		if grant[2] == "SCHEMA" {
+			objects = [][]string{{"", schema}}
+		}
+		for _, object := range objects {
+			for _, p := range privilegeOf.FindAllStringSubmatch(grant[1], -1) {
+				all = append(all, right{cmp.Or(strings.ToLower(grant[2]), "table"), object[1], p[1], strings.Join(strings.Fields(strings.ReplaceAll(p[2], ",", " ")), " ")})
+			}
+		}
 	}
-}
-
-// operatorRights is all that the commands of an operator need: read everything, act on what waits,
-// and publish again. The operator role in migrations/roles.sql has the same rights.
-func operatorRights(schema string) []right {
-	rights := []right{
-		{"schema", schema, "USAGE"},
-		{"sequence", "outbox_seq_seq", "SELECT"},
-		{"sequence", "outbox_slot", "SELECT"},
-		{"function", "outbox_sequence_state()", "EXECUTE"},
-		{"function", "repair_outbox_sequences()", "EXECUTE"},
-		{"table", "outbox", "SELECT,INSERT(id topic key payload headers created_at)"},
-		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
-		{"table", "outbox_dead", "SELECT,UPDATE(state headers payload)"},
-		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
-		{"table", "outbox_relays", "SELECT,UPDATE(shards),DELETE"},
-		{"table", "outbox_progress", "SELECT,INSERT,UPDATE(epoch),DELETE"},
-		{"table", "outbox_advances", "SELECT,INSERT,DELETE"},
-		{"table", "outbox_progress_now", "SELECT"},
-		{"table", "outbox_replicas", "SELECT,DELETE"},
-		{"table", "operator_actions", "SELECT,INSERT(who what why subject stated)"},
-		{"table", "consumer_pauses", "SELECT,INSERT,UPDATE,DELETE"},
-		{"table", "consumer_positions", "SELECT,UPDATE(resume_at)"},
-		{"table", "consumers", "SELECT,UPDATE(id_rule)"},
-		{"table", "idempotency_keys", "SELECT,DELETE,UPDATE(state lock_token attempts calling calling_since called phase_since locked_until retry_at error status headers body " +
-			"body_dropped sealed finished_at expires_at)"},
-	}
-	for _, table := range []string{
-		"schema_version", "schema_compatibility", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_locks", "outbox_ticks",
-		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "fences", "pending_requests",
-		"outbox_backlog",
-	} {
-		rights = append(rights, right{"table", table, "SELECT"})
-	}
-	return rights
+	return all, err
 }
 
 // Rights checks what the connected role may do. It returns no finding if the schema does not exist.
@@ -186,21 +136,16 @@ func Rights(ctx context.Context, db operator.Querier, schema string) []Finding {
 	if !exists {
 		return nil
 	}
-	var lacking [3][]string
-	for i, needed := range [][]right{relayRights(schema), statusRights(), operatorRights(schema)} {
-		var err error
-		if lacking[i], err = grants(ctx, db, schema, needed); err != nil {
-			return broken("rights", err)
-		}
+	relay, err := grants(ctx, db, schema, "relay")
+	operators, operatorErr := grants(ctx, db, schema, "operator")
+	if err := errors.Join(err, operatorErr); err != nil {
+		return broken("rights", err)
 	}
-	relay, status, operators := lacking[0], lacking[1], lacking[2]
 	switch {
 	case len(relay) > 0 && len(operators) == 0:
 		return []Finding{ok("rights", "the role is an operator's: it may read everything and act on what waits; it may not relay")}
 	case len(relay) > 0:
 		return []Finding{fail("rights", "as the owner of the schema: "+strings.Join(relay, "; "), "the role lacks rights that the relay needs")}
-	case len(status) > 0:
-		return []Finding{warn("rights", "as the owner of the schema: "+strings.Join(status, "; "), "the role may relay, but not run \"outbox-relay status\"")}
 	case len(operators) > 0:
 		// A relay's role should not have them.
 		return []Finding{ok("rights", "the role may relay; an operator's role also needs, for \"outbox-relay parked\" and similar commands: %s", strings.Join(operators, "; "))}
@@ -208,14 +153,15 @@ func Rights(ctx context.Context, db operator.Querier, schema string) []Finding {
 	return []Finding{ok("rights", "the role has every right that it needs")}
 }
 
-// grants returns the statements that would grant the rights that the role lacks.
-func grants(ctx context.Context, db operator.Querier, schema string, needed []right) ([]string, error) {
+// grants returns the statements that would grant the rights of a group role that the role lacks.
+func grants(ctx context.Context, db operator.Querier, schema, part string) ([]string, error) {
+	needed, err := roleRights(schema, part)
+	if err != nil {
+		return nil, err
+	}
 	var kinds, names, privileges, columns []string
 	for _, r := range needed {
-		for privilege := range strings.SplitSeq(r.privileges, ",") {
-			privilege, some, _ := strings.Cut(strings.TrimSuffix(privilege, ")"), "(")
-			kinds, names, privileges, columns = append(kinds, r.kind), append(names, r.name), append(privileges, privilege), append(columns, some)
-		}
+		kinds, names, privileges, columns = append(kinds, r.kind), append(names, r.name), append(privileges, r.privilege), append(columns, r.columns)
 	}
 	rows, err := db.Query(ctx, rightsSQL, schema, kinds, names, privileges, columns)
 	if err != nil {

@@ -10,23 +10,18 @@ import (
 // KeysSQL is a statement whose plan a test checks.
 const KeysSQL = keysSQL
 
-// RoleRights lists what the doctor asks for: of a relay, and of an operator.
-func RoleRights(schema string) (relay, operators []string) {
-	list := func(needed []right) (lines []string) {
-		for _, r := range needed {
-			for privilege := range strings.SplitSeq(r.privileges, ",") {
-				privilege, columns, some := strings.Cut(strings.TrimSuffix(privilege, ")"), "(")
-				if !some {
-					lines = append(lines, privilege+" "+r.name)
-				}
-				for column := range strings.FieldsSeq(columns) {
-					lines = append(lines, privilege+" "+r.name+"."+column)
-				}
-			}
+// RoleRights lists what the doctor asks for, as PostgreSQL shows it.
+func RoleRights(schema, part string) (lines []string) {
+	needed, _ := roleRights(schema, part)
+	for _, r := range needed {
+		if r.columns == "" {
+			lines = append(lines, r.privilege+" "+r.name)
 		}
-		return lines
+		for column := range strings.FieldsSeq(r.columns) {
+			lines = append(lines, r.privilege+" "+r.name+"."+column)
+		}
 	}
-	return list(append(relayRights(schema), statusRights()...)), list(operatorRights(schema))
+	return lines
 }
 
 // StoredDefinitions is what Definitions compares, as definitions.txt has it.

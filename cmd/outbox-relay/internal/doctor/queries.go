@@ -5,7 +5,7 @@ import "github.com/effectonce/effectonce/migrations"
 // deadSQL counts each dead row in its shard, at most $2 rows of each of the relays $1.
 const deadSQL = `-- doctor.dead
 SELECT k.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
-FROM unnest($1::text[]) AS k (relay) CROSS JOIN LATERAL (
+FROM pg_catalog.unnest($1::text[]) AS k (relay) CROSS JOIN LATERAL (
   SELECT d.shard, d.reason FROM effectonce.outbox_dead d WHERE d.relay = k.relay AND d.state IN ('held', 'behind', 'retry') LIMIT $2) d
 LEFT JOIN effectonce.outbox_relays r ON r.relay = k.relay
 GROUP BY 1, 2, 3`
@@ -51,7 +51,7 @@ ORDER BY b.name, b.seconds DESC`
 // other: it holds the key. Rows that a consumer tries again by itself count as "retry" for two hours.
 const parkedSQL = `-- doctor.parked
 SELECT c.name, p.reason, count(*),
-  count(p.key) FILTER (WHERE p.state <> 'behind'),
+  pg_catalog.count(p.key) FILTER (WHERE p.state <> 'behind'),
   extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(p.parked_at), '2200-01-01'), '1970-01-01'))::float8
 FROM effectonce.consumers c CROSS JOIN LATERAL (
   SELECT topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at

@@ -66,11 +66,11 @@ const (
 const (
 	deadTotalsSQL = `-- dead.totals
 SELECT d.relay AS of, d.reason, count(*) AS count, count(*) FILTER (WHERE d.state = 'retry') AS retrying,
-  count(d.key) FILTER (WHERE d.state = 'held') AS held_keys` + deadRows + matching + deadIsHead + `)
+  pg_catalog.count(d.key) FILTER (WHERE d.state = 'held') AS held_keys` + deadRows + matching + deadIsHead + `)
 GROUP BY d.relay, d.reason ORDER BY d.relay, d.reason`
 	parkedTotalsSQL = `-- parked.totals
 SELECT d.consumer_name AS of, d.reason, count(*) AS count, count(*) FILTER (WHERE d.state = 'retry') AS retrying,
-  count(d.key) FILTER (WHERE d.state <> 'behind') AS held_keys` + parkedRows + matching + parkedIsHead + `)
+  pg_catalog.count(d.key) FILTER (WHERE d.state <> 'behind') AS held_keys` + parkedRows + matching + parkedIsHead + `)
 GROUP BY d.consumer_name, d.reason ORDER BY d.consumer_name, d.reason`
 )
 

@@ -32,7 +32,7 @@ SELECT ` + columns + ` JOIN (
   (SELECT ` + name + ` WHERE k.state::text IN ('indeterminate', 'abandoned') AND k.state OPERATOR(pg_catalog.=) ANY ($1::text[])` + filters + newest + `)
   UNION ALL
   (SELECT ` + name + ` WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND 'finished' = ANY ($1::text[])` + filters + newest + `)
-) found USING (scope, operation, key)` + newest
+) found ON found.scope OPERATOR(pg_catalog.=) k.scope AND found.operation OPERATOR(pg_catalog.=) k.operation AND found.key OPERATOR(pg_catalog.=) k.key` + newest
 
 const named = ` AND ($2::text IS NULL OR k.scope OPERATOR(pg_catalog.=) $2) AND ($3::text IS NULL OR k.operation OPERATOR(pg_catalog.=) $3)`
 

@@ -4,7 +4,7 @@ import "github.com/effectonce/effectonce/migrations"
 
 // CountSQL is the statement behind every count, of the shards of one relay.
 func CountSQL(shards []Progress, limit int) (string, []any) {
-	return migrations.InSchema(countSQL(), "effectonce"), waitingArgs(shards, limit)
+	return migrations.InSchema(countSQL, "effectonce"), waitingArgs(shards, limit)
 }
 
 // CutOf is the Cut of the shards of one relay.

@@ -40,33 +40,30 @@ const CutPublished = `coalesce(o.seq <= cut.floor OR pg_visible_in_snapshot(o.tx
 //
 // Each part walks one index. Expressions hide from the planner what could make it take the other.
 // Each part stops at $10 rows, so the cost is bounded whatever the backlog.
-func waitingRows(columns string) string {
-	return `WITH ` + CutCTE + `, page AS (
-  (SELECT 1 AS part, o.seq, o.txid, o.shard, ` + columns + ` FROM effectonce.outbox o WHERE o.txid >= $7::text::xid8 ORDER BY o.txid, o.seq LIMIT $10)
+const waitingRows = `WITH ` + CutCTE + `, page AS (
+  (SELECT 1 AS part, ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.txid >= $7::text::xid8 ORDER BY o.txid, o.seq LIMIT $10)
   UNION ALL
-  (SELECT 2, o.seq, o.txid, o.shard, ` + columns + ` FROM effectonce.outbox o WHERE o.seq > $9 ORDER BY o.seq LIMIT $10)
+  (SELECT 2, ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.seq > $9 ORDER BY o.seq LIMIT $10)
   UNION ALL
-  (SELECT 3, o.* FROM unnest($8::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
-    SELECT o.seq, o.txid, o.shard, ` + columns + ` FROM effectonce.outbox o WHERE o.txid = open.txid ORDER BY o.txid, o.seq LIMIT $10) o
+  (SELECT 3, o.* FROM pg_catalog.unnest($8::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
+    SELECT ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.txid = open.txid ORDER BY o.txid, o.seq LIMIT $10) o
    WHERE open.txid < $7::text::xid8 LIMIT $10)
 ), waiting AS (
   SELECT o.*, NOT ` + CutPublished + ` AND coalesce(o.seq > cut.seq AND cut.next IS NOT NULL, false) = (o.part = 2) AS waits FROM page o ` + CutJoin + `
 )`
-}
 
-func countSQL() string {
-	return `-- pipeline.count
-` + waitingRows("o.created_at") + `
+const waitingColumns = `o.seq, o.txid, o.shard, o.created_at, o.topic, o.key, o.payload, o.headers`
+
+const countSQL = `-- pipeline.count
+` + waitingRows + `
 SELECT part, (shard OPERATOR(pg_catalog.%) $6::int)::smallint, count(*), count(*) FILTER (WHERE waits),
   greatest(extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(created_at) FILTER (WHERE waits), '2200-01-01'), '1970-01-01')), 0)::float8,
   pg_catalog.min(seq), coalesce(pg_catalog.pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)
 FROM waiting GROUP BY 1, 2`
-}
 
 // topicsSQL estimates the part of a record that comes from the row. The JSON text of headers is about
 // as long as they are on the wire.
-func topicsSQL() string {
-	return `-- pipeline.topics
-` + waitingRows("o.topic, coalesce(octet_length(o.key), 0) + coalesce(octet_length(o.payload), 0) + octet_length(o.headers::text) AS bytes") + `
-SELECT topic, pg_catalog.max(bytes)::bigint FROM waiting WHERE waits GROUP BY topic`
-}
+const topicsSQL = `-- pipeline.topics
+` + waitingRows + `
+SELECT topic, pg_catalog.max(coalesce(octet_length(key), 0) + coalesce(octet_length(payload), 0) + octet_length(headers::text))::bigint
+FROM waiting WHERE waits GROUP BY topic`

@@ -28,7 +28,7 @@ const (
 // relay's rows, whatever their number and that of the shards; beyond, it estimates.
 func Count(ctx context.Context, db operator.Querier, schema string, shards []Progress, limit int) error {
 	return eachRelay(shards, func(shards []Progress) error {
-		rows, err := db.Query(ctx, migrations.InSchema(countSQL(), schema), waitingArgs(shards, limit)...)
+		rows, err := db.Query(ctx, migrations.InSchema(countSQL, schema), waitingArgs(shards, limit)...)
 		if err != nil {
 			return fmt.Errorf("count waiting rows: %w", err)
 		}
@@ -90,7 +90,7 @@ func (s *Progress) judge(all []tally, limit int64) {
 func Topics(ctx context.Context, db operator.Querier, schema string, shards []Progress, limit int) (map[string]int64, error) {
 	largest := map[string]int64{}
 	err := eachRelay(shards, func(shards []Progress) error {
-		rows, err := db.Query(ctx, migrations.InSchema(topicsSQL(), schema), waitingArgs(shards, limit)...)
+		rows, err := db.Query(ctx, migrations.InSchema(topicsSQL, schema), waitingArgs(shards, limit)...)
 		if err != nil {
 			return fmt.Errorf("read topics of waiting rows: %w", err)
 		}

@@ -108,13 +108,14 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 	if len(s.Brokers) > 0 {
 		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
 		want.Open = func(ctx context.Context, topic string, partition int32) (open error) {
-			return withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) error {
+			_ = withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) error { // an error: it is unknown
 				ends, err := admin.ListEndOffsets(ctx, topic)
-				if end, known := ends.Lookup(topic, partition); known && err == nil {
-					return topicscan.Open(ctx, admin, topic, map[int32]int64{partition: end.Offset})
+				if end, known := ends.Lookup(topic, partition); known {
+					open = topicscan.Open(ctx, admin, topic, map[int32]int64{partition: end.Offset})
 				}
-				return nil
+				return err
 			})
+			return open
 		}
 	}
 	if opts.interval > 0 {

@@ -210,8 +210,11 @@ func (s *Status) judge(ageMax time.Duration) {
 	var order []trouble
 	for _, r := range s.Relays {
 		for _, problem := range []string{movedProblem(r), s.waitingProblem(r, ran[r.Relay], ageMax), s.deadProblem(r)} {
+			if problem == "" {
+				continue
+			}
 			t := trouble{r.Relay, problem}
-			if problem != "" && shards[t] == nil {
+			if shards[t] == nil {
 				order = append(order, t)
 			}
 			shards[t] = append(shards[t], strconv.Itoa(int(r.Shard)))

@@ -48,8 +48,7 @@ type Progress struct {
 const nothingVisible = "1:1:"
 
 // Shards reads the progress of every shard of a relay (nil: of all relays), in the order of their
-// names, also of shards that no replica has taken yet. A relay that never ran, and whose number of
-// shards nobody set, has none.
+// names, also of shards that no replica has taken yet. A relay that never ran has none.
 func Shards(ctx context.Context, db operator.Querier, schema string, relay *string) ([]Progress, error) {
 	rows, err := db.Query(ctx, migrations.InSchema(shardsSQL, schema), relay)
 	if err != nil {

@@ -39,8 +39,9 @@ call, and nothing of its answer. A repeatable call is made again while it is you
 --call-did-not-happen restarts its age.
 
 --all decides in the same way on all keys of an operation, each in a transaction of its own. It lists them; with --yes
-it acts, on those that match then, at most 100,000. Left alone are keys whose call may still be on its way, and those
-for which a retry by itself would be refused. Retries are recorded.`,
+it acts, on those that match then, at most 100,000. Left alone are keys whose call may still be on its way, those in
+doubt where neither flag says what happened, and those for which a retry by itself would be refused. Retries are
+recorded.`,
 		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
   outbox-relay keys retry order-4128 --call-happened --why "the bank's statement has it, ticket 88"
   outbox-relay keys retry --all --operation order --state abandoned --why "the stock service works again" --yes`,

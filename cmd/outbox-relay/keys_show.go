@@ -165,6 +165,9 @@ func (k shownKey) text() string {
 	if len(k.Phases) > 0 {
 		fact("done", "%s", terminal.Printable(strings.Join(k.Phases, ", ")))
 	}
+	if k.Called != nil {
+		fact("called", "%s: it happened, as was decided; what it writes comes next", *k.Called)
+	}
 	if k.Calling != nil {
 		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", *k.Calling)
 	}

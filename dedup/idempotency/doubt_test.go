@@ -44,6 +44,39 @@ func ends(name string) idempotency.Phase[payment] {
 	}}
 }
 
+// Property: Strict makes no outcome of a failure behind a call of which was decided that it happened:
+// what it writes, and the phases behind it, follow. An outcome that cannot be stored frees the key.
+func TestStrictContinuesWhatHappened(t *testing.T) {
+	t.Parallel()
+	pool, writes := newPool(t), 0
+	charge := calls(true, func(*step) error { return errors.New("it acted, and did not answer") })
+	write := charge.Write
+	charge.Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
+		if writes++; writes == 1 {
+			return errors.New("a bug")
+		}
+		return write(ctx, tx, s)
+	}
+	cfg := idempotency.Config{Lock: time.Hour, Strict: true, Failed: func(error) idempotency.Response { return idempotency.Response{Status: 100} }}
+	flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charge, ends("ship")})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', calling = NULL, called = 'charge', lock_token = lock_token + 1, retry_at = NULL`)
+	require.NoError(t, err)
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	require.ErrorContains(t, err, "a bug")
+	response, err := flow.Do(t.Context(), key("k"), nil)
+	require.NoError(t, err)
+	require.Equal(t, []int{201, 1, 1}, []int{response.Status, effects(t, pool, "charge"), effects(t, pool, "ship")})
+	charge.AtMostOnce = false
+	flow = newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charge, ends("ship")})
+	for range 2 {
+		_, err = flow.Do(t.Context(), key("not stored"), nil)
+		require.NotErrorIs(t, err, idempotency.ErrInProgress)
+		require.ErrorContains(t, err, "status")
+	}
+}
+
 // Property: Indeterminate because of a conflict in the database is indeterminate: neither the work
 // nor a phase is run again. Row H5 of guarantees.md.
 func TestDoubtIsNoConflict(t *testing.T) {

@@ -428,9 +428,8 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 		return Response{}, cause // the phase may be done: after the lock expires, the next worker sees
 	case h.doubtful: // the call was made, and its result could not be stored
 		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
-	case h.o.cfg.Strict && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
-		response := h.o.failed(ctx, h.key, cause)
-		return response, h.finish(ctx, response)
+	case h.o.cfg.Strict && h.at.called == nil && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
+		return f.settle(ctx, h, &FinalError{Response: h.o.failed(ctx, h.key, cause)}, stolen) // what happened is continued instead
 	}
 	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))
 }

@@ -271,7 +271,12 @@ func TestFingerprintsAreKeyed(t *testing.T) {
 	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET fingerprint = (SELECT fingerprint FROM effectonce.idempotency_keys WHERE key = 'a') WHERE key = 'b'`)
 	require.NoError(t, err)
 	require.ErrorIs(t, ask(before, "b", ten), idempotency.ErrMismatch, "it is bound to its key")
+	require.ErrorContains(t, ask(shortMAC{before}, "c", ten), "Sealer.MAC returned 32 bytes, want 33 to 400")
 }
+
+type shortMAC struct{ idempotency.Sealer }
+
+func (shortMAC) MAC([]byte, []byte) ([]byte, error) { return make([]byte, 32), nil }
 
 // mixed are headers of which only Location may be stored.
 func mixed() map[string][]string {

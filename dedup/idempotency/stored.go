@@ -141,6 +141,9 @@ func (o *Operation) fingerprint(k Key) ([]byte, error) {
 		return k.Fingerprint[:], nil
 	}
 	mac, err := o.cfg.Seal.MAC(boundFingerprint(k), nil)
+	if n := len(mac); err == nil && (n <= len(k.Fingerprint) || n > 400) { // the length tells it from a hash without a key
+		err = fmt.Errorf("Sealer.MAC returned %d bytes, want 33 to 400", n)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("hash the fingerprint of %v: %w", k, err)
 	}

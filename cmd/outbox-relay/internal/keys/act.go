@@ -81,13 +81,17 @@ const RetryMax = 100_000
 
 // RetryAll is Retry for all keys that match, the newest first, each in a transaction of its own. A key is
 // decided as it is listed: one that changed since then is left alone, and so is one whose call may still
-// be on its way. After an error, the report says what was done.
+// be on its way, or that is in doubt where call does not say what happened. After an error, the report says what was done.
 func RetryAll(ctx context.Context, db *pgxpool.Pool, schema string, by operator.By, filter Filter, call Call, progress func(done int)) (*Report, error) {
 	report := &Report{Left: []Left{}}
 	rows, err := List(ctx, db, schema, filter, RetryMax)
 	for _, r := range rows {
-		if call != CallUnknown && r.OnItsWay() {
+		switch {
+		case r.OnItsWay():
 			report.Left = append(report.Left, Left{r.Place, "its call may be on its way until " + r.RetryAt.UTC().Format(time.RFC3339)})
+			continue
+		case r.State == Indeterminate && call == CallUnknown:
+			report.Left = append(report.Left, Left{r.Place, retryRemedy(r)})
 			continue
 		}
 		var refused *RefusedError
@@ -211,6 +215,8 @@ func retryRemedy(was Row) string {
 		return hasOutcome
 	case was.Locked:
 		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
+	case was.State == Indeterminate && was.Calling == nil:
+		return "it may have acted: ask the foreign system; if it did nothing, add --call-did-not-happen; if it acted, use \"outbox-relay keys finish\""
 	case was.State != Running && was.Calling == nil:
 		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call; if it happened, use \"outbox-relay keys finish\""
 	case was.State != Running:

@@ -308,10 +308,13 @@ func TestRetryAll(t *testing.T) {
 		require.NoError(t, err)
 		return report
 	}
+	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = NULL WHERE key = '7'`) // its program says so of a call that may be repeated
 	report := all(keys.CallUnknown, func(int) {})
 	assert.Equal(t, 601, report.Done)
 	require.Len(t, report.Left, 601)
 	assert.Contains(t, report.Left[0].Why, "must not be made twice")
+	assert.Contains(t, report.Left[3].Why, "it may have acted")
+	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = 'pay' WHERE key = '7'`)
 	report = all(keys.CallHappened, func(done int) {
 		if done == 1 {
 			exec(t, pool, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = '5'`) // decided, and in doubt again
@@ -324,4 +327,18 @@ func TestRetryAll(t *testing.T) {
 	assert.Equal(t, 1202-2, scalar[int](t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge' AND state = 'running'`))
 	assert.Equal(t, 1200, scalar[int](t, pool, `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'key.retry'`))
 	assert.Equal(t, "abandoned", find(t, pool, "not meant").State)
+}
+
+// Property: a decision that the call happened is shown, and taken back by a later one: the call is made.
+func TestDecisionIsTakenBack(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling) VALUES ('t', 'charge', 'k', sha256('x'), 'indeterminate', '{}', 'f', 'pay')`)
+	place := keys.Place{Scope: "t", Operation: "charge", Key: "k"}
+	for _, call := range []keys.Call{keys.CallHappened, keys.CallUnknown, keys.CallDidNotHappen} {
+		changed, err := keys.Retry(t.Context(), pool, schema, ana, place, call)
+		require.NoError(t, err)
+		require.Equal(t, call != keys.CallDidNotHappen, changed.Now.Called != nil)
+		exec(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'abandoned'`)
+	}
 }

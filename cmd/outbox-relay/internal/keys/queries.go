@@ -8,7 +8,7 @@ const markSQL = `pg_catalog.encode(pg_catalog.substr(sha256('\x0000000000000004'
 const stuckSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND coalesce(k.retry_at, k.created_at) <= clock_timestamp())`
 
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
-  k.state, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
+  k.state, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling, k.called,
   k.state OPERATOR(pg_catalog.=) 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,
@@ -77,10 +77,10 @@ UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_u
 ` + this + ` AND k.state OPERATOR(pg_catalog.=) 'running' AND k.locked_until > clock_timestamp()`
 
 // retrySQL returns a key to its phases. $4: no call of the current phase was made. Then a call that
-// must not be made twice may be made, and the age of a call that may be repeated starts again. $5: the
-// call happened, and the Write of its phase comes next.
+// must not be made twice may be made, and the age of a call that may be repeated starts again; an earlier
+// decision that it happened is taken back. $5: the call happened, and the Write of its phase comes next.
 const retrySQL = `-- keys.retry
-UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, called = CASE WHEN $5::bool THEN k.calling ELSE k.called END,
+UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, called = CASE WHEN $5::bool THEN k.calling WHEN NOT $4::bool THEN k.called END,
   calling = NULL, calling_since = CASE WHEN NOT $4::bool AND NOT $5::bool THEN k.calling_since END, phase_since = clock_timestamp(),
   locked_until = NULL, retry_at = NULL, error = NULL,
   expires_at = CASE WHEN k.request IS NULL THEN clock_timestamp() + coalesce(greatest(k.expires_at - k.created_at, interval '1 minute'), interval '1 day') END

@@ -53,6 +53,8 @@ type Row struct {
 	Phases []string `json:"phases"` // completed phases, in order
 	// Phase whose foreign call may be in progress, and must not be made twice
 	Calling *string `json:"calling"`
+	// Phase whose call happened, as was decided: its Write comes next
+	Called *string `json:"called"`
 	// Locked: a worker holds it until LockedUntil. LockedBy is the last worker.
 	Locked       bool       `json:"locked"`
 	LockedBy     *string    `json:"locked_by"`
@@ -80,7 +82,7 @@ func (r Row) OnItsWay() bool {
 }
 
 func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
+	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Called, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
 		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
 		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
 	return r, err

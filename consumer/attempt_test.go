@@ -20,6 +20,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 func (h *harness) smallPool(change func(*pgxpool.Config)) *pgxpool.Pool {
@@ -100,6 +101,9 @@ func TestAbandonedHandlersAreBounded(t *testing.T) {
 	var running, most, calls atomic.Int64
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if string(msg.Value) == "hang" && calls.Add(1) <= 2 {
+			if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "next"}); err != nil {
+				return err
+			}
 			most.Store(max(most.Load(), running.Add(1)))
 			<-leave
 			running.Add(-1)

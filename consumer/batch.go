@@ -53,9 +53,6 @@ type outcome struct {
 func (c *Consumer) transact(ctx context.Context, w *work, a *attempt) (outcome, *failure) {
 	t := a.tx
 	defer t.end(ctx)
-	for _, msg := range w.msgs {
-		msg.published = 0
-	}
 	if f := c.askIDs(ctx, t, w.msgs); f != nil {
 		return outcome{}, f
 	}

@@ -72,8 +72,8 @@ func (c *Consumer) askIDs(ctx context.Context, t *tx, msgs []*Message) *failure 
 		if m.named {
 			continue
 		}
+		given, raw := *m, []byte(nil) // the function may still use it when m is handled, by others: they see turn
 		t.turn(m)
-		given, raw := *m, []byte(nil) // the function may still use it when m is handled
 		err := guard(func() error { raw = c.cfg.IDFunc(&given); return nil })
 		if ctx.Err() != nil || !t.own(func() {
 			if err != nil {

@@ -33,7 +33,6 @@ type Message struct {
 	named     bool      // its ID is known; otherwise Config.IDFunc is asked
 	plain     bool      // it is identified by its coordinates alone
 	original  *Message  // of which this is the form under its coordinates; nil: none
-	published int       // number of messages published while handling it: the step of the next one's ID
 	released  time.Time // if it was parked: the time in the IDs of what it publishes
 	scope     string    // the consumer's name
 	behind    int64     // offset after the control records that follow it; 0: none follow

@@ -11,6 +11,7 @@ SET search_path = pg_catalog, pg_temp;
 CREATE DOMAIN effectonce.key_name AS varchar(255) COLLATE "C" CONSTRAINT is_empty CHECK (VALUE <> '');
 CREATE DOMAIN effectonce.key_fingerprint AS bytea CONSTRAINT is_no_hash CHECK (octet_length(VALUE) BETWEEN 32 AND 400);
 CREATE DOMAIN effectonce.key_state AS text CONSTRAINT is_no_state CHECK (VALUE IN ('running', 'finished', 'indeterminate', 'abandoned'));
+CREATE DOMAIN effectonce.key_call AS text CONSTRAINT is_no_call CHECK (VALUE IN ('repeatable', 'once', 'happened'));
 CREATE DOMAIN effectonce.key_status AS smallint CONSTRAINT is_no_status CHECK (VALUE BETWEEN 0 AND 999);
 
 CREATE TABLE effectonce.idempotency_keys (
@@ -24,7 +25,9 @@ CREATE TABLE effectonce.idempotency_keys (
   -- key stays running, and waits for a program that does.
   state          effectonce.key_state NOT NULL,
   phases         text[]      NOT NULL DEFAULT '{}',  -- that are done, in order; the last one is the recovery point
-  calling        varchar(255),                       -- phase whose foreign call may be under way, and must not be made twice
+  calling        varchar(255),                       -- phase whose foreign call may have been made; null: none
+  call           effectonce.key_call,                -- whether it may be repeated, or, by a decision, happened: its Write is next
+  calling_since  timestamptz,                        -- when it may first have been made; null where it happened
   data           bytea,                              -- what phases hand on to later ones
   request        bytea,                              -- what was asked for, where the completer needs it
   lock_token     bigint      NOT NULL DEFAULT 1,
@@ -46,8 +49,6 @@ CREATE TABLE effectonce.idempotency_keys (
   -- The flow that claimed the key, so that no other one of the operation takes it. Null: work in one transaction claimed it.
   flow           varchar(255),
   phase_since    timestamptz,                        -- when the last phase, or a decision, was stored; null: created_at
-  calling_since  timestamptz,                        -- a call of the phase under way may have been made, first then; null: none
-  called         varchar(255),                       -- phase whose call happened, by a decision: its Write is next
   CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 
@@ -68,7 +69,7 @@ CREATE FUNCTION effectonce.advance_key(
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
   UPDATE effectonce.idempotency_keys SET
-    phases = array_append(phases, p_phase), data = p_data, calling = NULL, calling_since = NULL, called = NULL, attempts = 1, error = NULL,
+    phases = array_append(phases, p_phase), data = p_data, calling = NULL, call = NULL, calling_since = NULL, attempts = 1, error = NULL,
     phase_since = clock_timestamp()
   WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND p_phase <> ALL (phases);
@@ -88,7 +89,7 @@ BEGIN
     state = 'finished', phases = CASE WHEN p_phase IS NULL THEN phases ELSE array_append(phases, p_phase) END,
     status = p_status, headers = p_headers, body = p_body, body_dropped = p_dropped,
     data = NULL, request = NULL, -- nobody needs them any more
-    calling = NULL, calling_since = NULL, called = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
+    calling = NULL, call = NULL, calling_since = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
     finished_at = clock_timestamp(), expires_at = clock_timestamp() + p_window
   WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND (p_phase IS NULL OR p_phase <> ALL (phases));

@@ -141,6 +141,6 @@ GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO
 -- Not the columns that say which request it is, what it asked for, what its phases hand on and which are done. What is
 -- decided can be decided wrongly: state and DELETE, which is for what is over and cannot be limited to it, are enough to
 -- have a request executed again.
-GRANT UPDATE (state, lock_token, attempts, calling, calling_since, called, phase_since, locked_until, retry_at, error, status, headers, body, body_dropped,
+GRANT UPDATE (state, lock_token, attempts, calling, call, calling_since, phase_since, locked_until, retry_at, error, status, headers, body, body_dropped,
   sealed, finished_at, expires_at), DELETE ON effectonce.idempotency_keys TO effectonce_operator;
 GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;

@@ -24,10 +24,11 @@ INSERT INTO effectonce.outbox_scheduled (id, topic, key, payload, due_at) VALUES
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, trouble, trouble_since, updated_at)
   VALUES ('billing', 'orders', 0, 7, NULL, NULL, now() - interval '5 minutes'), ('billing', 'orders', 1, 3, 'waits for the handler', now() - interval '2 minutes', now() - interval '3 minutes');
 INSERT INTO effectonce.processed_messages (consumer, message_id, fingerprint) SELECT id, '01976f00-0000-7000-8000-0000000000b1', 0 FROM effectonce.consumers WHERE name = 'billing/orders';
-INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, request, body, status, locked_until, locked_by, attempts, error, created_at, finished_at, expires_at) VALUES
-  ('t7', 'charge', 'in-doubt', sha256('x'), 'indeterminate', '{reserve}', 'pay', 'card 4111', NULL, NULL, NULL, 'pod-1', 1, 'no answer', now() - interval '3 hours', NULL, NULL),
-  ('t7', 'charge', 'given-up', sha256('x'), 'abandoned', '{}', NULL, 'card 4222', NULL, NULL, NULL, 'pod-1', 20, 'refused', now() - interval '2 hours', NULL, NULL),
-  ('t8', 'charge', 'over', sha256('x'), 'finished', '{}', NULL, NULL, 'paid', 201, NULL, NULL, 1, NULL, now(), now(), now() - interval '2 hours')`
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, call, request, body, status, locked_until, locked_by, attempts, error, created_at, finished_at, expires_at) VALUES
+  ('t7', 'charge', 'in-doubt', sha256('x'), 'indeterminate', '{reserve}', 'pay', 'once', 'card 4111', NULL, NULL, NULL, 'pod-1', 1, 'no answer', now() - interval '3 hours', NULL, NULL),
+  ('t7', 'charge', 'given-up', sha256('x'), 'abandoned', '{}', NULL, NULL, 'card 4222', NULL, NULL, NULL, 'pod-1', 20, 'refused', now() - interval '2 hours', NULL, NULL),
+  ('t8', 'charge', 'over', sha256('x'), 'finished', '{}', NULL, NULL, NULL, 'paid', 201, NULL, NULL, 1, NULL, now(), now(), now() - interval '2 hours');
+UPDATE effectonce.idempotency_keys SET flow = 'charge'`
 
 // variable are the parts of an output that differ from run to run, and their replacements. The
 // order matters.
@@ -205,7 +206,7 @@ func TestGoldenOfOrders(t *testing.T) {
 		"keys finish given-up --status 201 --why w --forever --body-file /nonexistent/body",
 		"keys finish given-up --status 201 --header content-type:application/json --header X-A:1 --header X-A:2 --body-file "+body+" --window 1h --why statement", "keys show given-up --payload",
 		"keys finish work --status 409 --forever --why w --json", "keys finish plain --status 409 --window 24h --why w", "keys reap --json", "keys reap",
-		"sql UPDATE effectonce.idempotency_keys SET state = 'indeterminate', calling = 'pay', flow = 'f' WHERE key IN ('cut', 'late'); UPDATE effectonce.idempotency_keys SET state = 'abandoned' WHERE key = 'counts'",
+		"sql UPDATE effectonce.idempotency_keys SET state = 'indeterminate', calling = 'pay', call = 'once', flow = 'f' WHERE key IN ('cut', 'late'); UPDATE effectonce.idempotency_keys SET state = 'abandoned' WHERE key = 'counts'",
 		"keys retry --all --why w", "keys retry x --all --operation charge --yes", "keys retry --all --operation charge --why w", "keys retry --all --operation charge --why w --yes",
 		"keys retry --all --operation charge --state indeterminate --call-did-not-happen --why w --yes --json", "keys retry --all --operation charge --why w",
 		"sql INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, obeys) VALUES ('default', 'a', 'infinity', '{}')",
@@ -223,11 +224,12 @@ INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, nex
 INSERT INTO effectonce.outbox_relays (relay, created_at) VALUES ('default', clock_timestamp()), ('old', clock_timestamp() - interval '26 hours');
 INSERT INTO effectonce.outbox_progress (relay, shard, lease_until) VALUES ('default', 0, clock_timestamp() + interval '1 hour'), ('old', 0, NULL);
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published, at) VALUES ('default', 0, 1, 0, 3, clock_timestamp()), ('old', 0, 1, 0, 7, clock_timestamp() - interval '25 hours');
-INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, attempts, locked_until, retry_at, expires_at, error) VALUES
-  ('t7', 'charge', 'work', sha256('x'), 'indeterminate', '{}', NULL, 1, NULL, NULL, NULL, 'the bank did not answer'),
-  ('t7', 'charge', 'cut', sha256('x'), 'running', '{reserve}', 'pay', 1, NULL, NULL, NULL, NULL),
-  ('t7', 'charge', 'late', sha256('x'), 'running', '{reserve}', 'pay', 1, now() + interval '1 hour', NULL, NULL, NULL),
-  ('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, 1, NULL, NULL, NULL, NULL),
-  ('t7', 'charge', 'unknown', sha256('x'), 'running', '{reserve}', NULL, 1, NULL, now() + interval '1 min', NULL, 'the phases that are done do not begin this flow''s list: done are ["reserve"], known ["begin"]'),
-  ('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, 2, NULL, now() + interval '1 day', now() + interval '1 day', NULL);
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, call, attempts, locked_until, retry_at, expires_at, error) VALUES
+  ('t7', 'charge', 'work', sha256('x'), 'indeterminate', '{}', NULL, NULL, 1, NULL, NULL, NULL, 'the bank did not answer'),
+  ('t7', 'charge', 'cut', sha256('x'), 'running', '{reserve}', 'pay', 'once', 1, NULL, NULL, NULL, NULL),
+  ('t7', 'charge', 'late', sha256('x'), 'running', '{reserve}', 'pay', 'once', 1, now() + interval '1 hour', NULL, NULL, NULL),
+  ('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, NULL, 1, NULL, NULL, NULL, NULL),
+  ('t7', 'charge', 'unknown', sha256('x'), 'running', '{reserve}', NULL, NULL, 1, NULL, now() + interval '1 min', NULL, 'the phases that are done do not begin this flow''s list: done are ["reserve"], known ["begin"]'),
+  ('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, NULL, 2, NULL, now() + interval '1 day', now() + interval '1 day', NULL);
+UPDATE effectonce.idempotency_keys SET flow = 'charge' WHERE key <> 'work';
 UPDATE effectonce.idempotency_keys SET retry_at = now() + interval '1 minute' WHERE key = 'in-doubt'`

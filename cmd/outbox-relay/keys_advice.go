@@ -17,16 +17,16 @@ func keyAdvice(r keys.Row) (what, do string) {
 	switch {
 	case r.State == keys.Finished:
 		return "its outcome is stored", "nothing: every request with it gets the outcome"
-	case r.Locked && r.Calling != nil:
+	case r.Locked && r.InDoubt():
 		return "a request or completer works on it, and calls a foreign system", "wait; if the holder hangs, \"keys unlock\" ends its lock, and with the next request it becomes indeterminate"
 	case r.Locked:
 		return "a request or completer works on it", "wait; if the holder hangs, \"keys unlock\" ends its lock"
-	case r.Calling != nil:
+	case r.InDoubt():
 		return adviceOnCall(r)
 	case r.State == keys.Indeterminate:
 		return "it may or may not have happened",
 			soon(r) + "the error says what is in doubt; find out from the foreign system, or in the database: --child with the phase that the error names, or the step of the work, " +
-				"shows the ID that its call was given;\nif it happened, write by hand what is missing, then " + finish + ";\nonly if nothing happened, \"keys retry\", which executes it again"
+				"shows the ID that its call was given;\nif it happened, write by hand what is missing, then " + finish + ";\nonly if nothing happened, \"keys retry --call-did-not-happen\", which executes it again"
 	case r.State == keys.Abandoned:
 		return "it was given up: no phase was done for too long", "remove the cause, then \"keys retry\", which repeats a repeatable call; or " + finish + stays(r)
 	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
@@ -79,7 +79,7 @@ func stays(r keys.Row) string {
 // unlocked, retried and finished say what happens next.
 func unlocked(changed *keys.Changed) string {
 	was, text := changed.Was, "the lock is ended, the next request continues it"
-	if was.Calling != nil {
+	if was.InDoubt() {
 		text = fmt.Sprintf("the lock is ended; the call of phase %q was under way, so it becomes indeterminate with the next request: then \"keys show\" says what to find out", *was.Calling)
 	}
 	if was.LockedBy != nil {
@@ -88,7 +88,7 @@ func unlocked(changed *keys.Changed) string {
 	return text
 }
 
-func retried(changed *keys.Changed, happened bool) string {
+func retried(changed *keys.Changed) string {
 	was := changed.Was
 	text := "it was " + was.State + ", and continues with the next request, or by the completer"
 	switch {
@@ -98,7 +98,7 @@ func retried(changed *keys.Changed, happened bool) string {
 		text = "it was " + was.State + ", and continues when its client retries: the request is not stored, so no completer can continue it"
 	}
 	switch {
-	case was.Calling != nil && happened:
+	case changed.Now.Call == "happened":
 		text += fmt.Sprintf("; behind the call of phase %q, which is not made again", *was.Calling)
 	case was.Calling != nil:
 		text += fmt.Sprintf("; the call of phase %q is made again", *was.Calling)

@@ -31,8 +31,8 @@ func newKeysRetry(s *cli.Settings) *cobra.Command {
 		Short: "Let an indeterminate or abandoned key continue",
 		Long: `Let an indeterminate or abandoned key continue, from its recovery point, with the next request or by the completer.
 
-A foreign call that must not be made twice, but may have been made ("calling" in "keys show"), is a person's decision.
-First ask the foreign system, by the child ID of "keys show". If it did not act, --call-did-not-happen makes the call
+Whether an indeterminate key acted is a person's decision; so is a foreign call that must not be made twice ("calling"
+in "keys show"). First ask the foreign system, by the child ID of "keys show". If it did not act, --call-did-not-happen makes the call
 again; the answer "unknown" only counts once the call cannot be on its way any more. If it acted, --call-happened
 continues behind the call, with what its phase writes and the phases after it: they see what was stored before the
 call, and nothing of its answer. A repeatable call is made again while it is younger than its phase's CallAgainMax;
@@ -48,7 +48,7 @@ recorded.`,
 	}
 	newKeyAct(s, cmd, &r.keyAct, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
 		return keys.Retry(ctx, pool, s.Schema, r.by, place, r.call())
-	}, func(changed *keys.Changed) string { return retried(changed, r.happened) })
+	}, func(changed *keys.Changed) string { return retried(changed) })
 	flags := cmd.Flags()
 	cli.AddBool(flags, &r.didNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
 	cli.AddBool(flags, &r.happened, "call-happened", "the foreign system was asked, and it acted")

@@ -165,11 +165,12 @@ func (k shownKey) text() string {
 	if len(k.Phases) > 0 {
 		fact("done", "%s", terminal.Printable(strings.Join(k.Phases, ", ")))
 	}
-	if k.Called != nil {
-		fact("called", "%s: it happened, as was decided; what it writes comes next", *k.Called)
-	}
 	if k.Calling != nil {
-		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", *k.Calling)
+		fact("calling", "%s: %s", *k.Calling, map[string]string{
+			"repeatable": "the foreign system may have been asked, and may be asked again for some time",
+			"once":       "the foreign system may have been asked, and must not be asked twice",
+			"happened":   "it happened, as was decided; what it writes comes next",
+		}[k.Call])
 	}
 	for _, step := range k.children {
 		fact("child ID", "%s: what the call of %s gets as its key or reference", k.ChildIDs[step], step)

@@ -331,15 +331,10 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 	key := f.key(u)
 	s, err := read(f.op.pool.QueryRow(ctx, f.op.sql.look, key.Scope, key.Operation, key.Value))
-	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 || s.flow == nil || *s.flow != f.cfg.Name {
+	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 {
 		return false, err
 	}
-	if !f.knows(s) {
-		inDoubt := ""
-		if s.calling != nil {
-			inDoubt = *s.calling
-		}
-		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, s.phases, inDoubt, f.names)
+	if err := f.knows(s); err != nil {
 		return false, errors.Join(err, f.leave(ctx, key, s, nil))
 	}
 	if _, runs := f.left.Load(name{key.Scope, key.Value}); runs {

@@ -61,7 +61,7 @@ func TestStrictContinuesWhatHappened(t *testing.T) {
 	flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charge, ends("ship")})
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', calling = NULL, called = 'charge', lock_token = lock_token + 1, retry_at = NULL`)
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
 	require.NoError(t, err)
 	_, err = flow.Do(t.Context(), key("k"), nil)
 	require.ErrorContains(t, err, "a bug")

@@ -238,7 +238,9 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	}
 	for range claimsMax {
 		asked := time.Now()
-		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window()))
+		var s *stored
+		err := o.claim(ctx, func(row pgx.Row) (err error) { s, err = read(row); return err },
+			o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window())
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // another request committed the key while the insert waited; above read committed that is an error
@@ -269,16 +271,12 @@ func (f *Flow[S]) kept(key Key, request []byte, sealed bool) ([]byte, error) {
 // takeOver takes over a key that no worker holds. It returns nothing if another worker was faster.
 func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []byte) (*holder, error) {
 	o := f.op
-	if s.flow != nil && *s.flow != f.cfg.Name {
-		return nil, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
-	}
-	if !f.knows(s) {
-		o.cfg.Logger.ErrorContext(ctx, "a key has completed phases that this program does not know; no phase runs until a program that knows them, or a person, finishes the key",
-			"key", key, "done", s.phases, "known", f.names)
-		return nil, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
+	if err := f.knows(s); err != nil {
+		o.cfg.Logger.ErrorContext(ctx, "no phase of a key runs until a program that knows its phases, or a person, finishes it", "key", key, "error", err)
+		return nil, err
 	}
 	// If a call may have been made, the key is in doubt some time, however old it is.
-	if !s.asked && s.idle > f.cfg.GiveUpAfter {
+	if (s.calling == nil || s.call == happened) && s.idle > f.cfg.GiveUpAfter {
 		mine, err := newHolder(o, key, s, time.Now()).undecided(ctx, abandoned, fmt.Errorf("phase %q was not done within FlowConfig.GiveUpAfter, %v", f.names[len(s.phases)], f.cfg.GiveUpAfter), 0)
 		if mine || err != nil {
 			err = errors.Join(ErrAbandoned, err)
@@ -293,10 +291,15 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	if err != nil {
 		return nil, err
 	}
-	h, age := newHolder(o, key, s, time.Now()), (*float64)(nil)
-	err = o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, s.fingerprint, s.phases, s.calling, f.cfg.Name, kept, o.window(), s.called).
-		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &age)
-	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
+	h, taken, age := newHolder(o, key, s, time.Now()), false, (*float64)(nil)
+	err = o.claim(ctx, func(row pgx.Row) error {
+		err := row.Scan(&s.data, &s.request, &s.sealed, &s.attempts, &age)
+		if taken = err == nil; errors.Is(err, pgx.ErrNoRows) {
+			return nil
+		}
+		return err
+	}, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, s.fingerprint, s.phases, s.calling, f.cfg.Name, kept, o.window(), s.call)
+	if err == nil && !taken || conflict(err) {
 		return nil, nil
 	}
 	if err != nil {
@@ -306,7 +309,7 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	if age != nil {
 		h.since = time.Now().Add(-time.Duration(*age * float64(time.Second)))
 	}
-	if s.calling == nil {
+	if s.call != justOnce {
 		return h, nil
 	}
 	// The previous holder died during a call that must not be repeated.
@@ -320,14 +323,17 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 // attemptsFree is how many attempts of a phase wait only for their client.
 const attemptsFree = 10
 
-// knows reports whether the phases that are done are the first ones of this program's list, and the one
-// that is in doubt, or whose call happened, is the next.
-func (f *Flow[S]) knows(s *stored) bool {
-	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
-		return false
+// knows returns ErrUnknownRecoveryPoint unless the key is of this flow, the phases that are done are the
+// first ones of this program's list, and the one whose call may have been made is the next.
+func (f *Flow[S]) knows(s *stored) error {
+	begun := s.phases
+	if s.calling != nil {
+		begun = append(slices.Clone(begun), *s.calling)
 	}
-	next := f.names[len(s.phases)]
-	return (s.calling == nil || *s.calling == next) && (s.called == nil || *s.called == next)
+	if s.flow == f.cfg.Name && begins(begun, f.names) && len(s.phases) < len(f.names) {
+		return nil
+	}
+	return fmt.Errorf("%w: done and called are %q of flow %q, known %q of flow %q", ErrUnknownRecoveryPoint, begun, s.flow, f.names, f.cfg.Name)
 }
 
 // drive executes the phases that are not done, under the lock.
@@ -428,7 +434,7 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 		return Response{}, cause // the phase may be done: after the lock expires, the next worker sees
 	case h.doubtful: // the call was made, and its result could not be stored
 		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
-	case h.o.cfg.Strict && h.at.called == nil && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
+	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		return f.settle(ctx, h, &FinalError{Response: h.o.failed(ctx, h.key, cause)}, stolen) // what happened is continued instead
 	}
 	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))

@@ -26,7 +26,7 @@ type holder struct {
 
 	// About the current phase:
 	since    time.Time // an earlier holder may have made its call then; zero: none did
-	noted    string    // its name, once its call is recorded as one that must not be repeated
+	noted    string    // its name, once its call is recorded
 	called   bool      // its call was made and succeeded
 	doubtful bool      // such a call may have been made, and its result is not stored
 	away     bool      // the connection of its transaction broke
@@ -95,13 +95,12 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 	}
 }
 
-// calling records that a call is about to be made. It takes none of the call's time. once: the call must
-// not be repeated.
-func (h *holder) calling(phase string, once bool) error {
+// calling records that a call is about to be made. It takes none of the call's time.
+func (h *holder) calling(phase string, kind call) error {
 	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
 	defer cancel()
 	asked := time.Now()
-	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase, once, h.o.cfg.Lock)
+	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase, kind, h.o.cfg.Lock)
 	if err != nil {
 		return fmt.Errorf("record the call of phase %q: %w", phase, err)
 	}
@@ -109,7 +108,7 @@ func (h *holder) calling(phase string, once bool) error {
 		return ErrLockLost
 	}
 	h.renewed.Store(&asked)
-	h.noted, h.doubtful = phase, once
+	h.noted, h.doubtful = phase, kind == justOnce
 	return nil
 }
 

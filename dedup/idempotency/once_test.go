@@ -398,10 +398,16 @@ func TestTimeouts(t *testing.T) {
 	require.Error(t, err)
 	require.Equal(t, "missing", stateOf(t, pool, "idle"))
 	locker := pgtest.Connect(t, pool.Config().ConnString())
-	pgtest.Exec(t, locker, `BEGIN; LOCK TABLE effectonce.idempotency_keys`)
+	pgtest.Exec(t, locker, `BEGIN; INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('tenant', 'order', 'claimed', sha256('x'), 'finished')`)
+	_, err = newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")}).Do(t.Context(), key("claimed"), nil)
+	require.ErrorIs(t, err, idempotency.ErrInProgress)
+	pgtest.Exec(t, locker, `LOCK TABLE effectonce.idempotency_keys`)
 	fresh := newOperation(t, pgtest.PoolOf(t, pool.Config()), o.Config()) // which has prepared nothing
+	flow := newFlow(t, newOperation(t, pgtest.PoolOf(t, pool.Config()), o.Config()), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
 	begun := time.Now()
 	_, err = fresh.Once(t.Context(), key("locked"), insertOnce("locked"))
 	require.ErrorContains(t, err, "locks idempotency_keys")
-	require.Less(t, time.Since(begun), 5*time.Second)
+	_, err = flow.Do(t.Context(), key("locked"), nil)
+	require.ErrorContains(t, err, "locks idempotency_keys")
+	require.Less(t, time.Since(begun), 10*time.Second)
 }

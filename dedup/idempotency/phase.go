@@ -26,7 +26,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 		return context.Cause(ctx)
 	}
 	step.phase, h.noted, h.doubtful = phase.Name, "", false
-	if h.called = h.at.called != nil; phase.Call != nil && !h.called {
+	if h.called = h.at.call == happened; phase.Call != nil && !h.called {
 		if err := f.call(ctx, h, step, phase); err != nil {
 			return err
 		}
@@ -61,7 +61,11 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, more than Phase.CallAgainMax, %v: the foreign system may have forgotten its key",
 			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
-	if err := h.calling(phase.Name, phase.AtMostOnce); err != nil { // under the token, which checks the lock
+	kind := repeatable
+	if phase.AtMostOnce {
+		kind = justOnce
+	}
+	if err := h.calling(phase.Name, kind); err != nil { // under the token, which checks the lock
 		return err
 	}
 	if phase.AtMostOnce {
@@ -213,7 +217,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err := t.commit(ctx, last); err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts, h.at.called, h.doubtful, h.since = 1, nil, false, time.Time{}
+	h.at.attempts, h.at.calling, h.at.call, h.doubtful, h.since = 1, nil, "", false, time.Time{}
 	return nil
 }
 

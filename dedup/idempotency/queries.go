@@ -20,7 +20,7 @@ const (
 // found lists the columns of an existing key.
 const found = `false, state, fingerprint, phases, calling, data, request, lock_token, coalesce(locked_until > clock_timestamp(), false),
   coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed,
-  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, flow, called, calling_since IS NOT NULL, extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8
+  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, coalesce(flow::text, ''), coalesce(call::text, ''), extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8
 FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3`
 
 // lookSQL serves the completer, and requests that only read the outcome.
@@ -32,13 +32,13 @@ SELECT ` + found
 // returns how many rows were forgotten, and how many were left to a person: both count towards the page.
 const reapSQL = `-- idempotency.reap
 WITH old AS (
-  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling_since IS NOT NULL OR called IS NOT NULL) AS begun
+  SELECT scope, operation, key, state OPERATOR(pg_catalog.=) 'running' AND (pg_catalog.cardinality(phases) > 0 OR calling IS NOT NULL) AS begun
   FROM effectonce.idempotency_keys
   WHERE expires_at <= (SELECT clock_timestamp()) AND state::text IN ('finished', 'running') AND (locked_until IS NULL OR locked_until <= clock_timestamp())
   ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
 ), left_to_a_person AS (
   UPDATE effectonce.idempotency_keys k SET expires_at = NULL,
-    state = CASE WHEN k.calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END, error = left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000)
+    state = CASE WHEN k.call OPERATOR(pg_catalog.=) 'once' THEN 'indeterminate' ELSE 'abandoned' END, error = left(pg_catalog.concat_ws('; then: ', error, 'no request came for long, and none is stored'), 2000)
   FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key AND old.begun RETURNING true
 ), forgotten AS (
   DELETE FROM effectonce.idempotency_keys k USING old

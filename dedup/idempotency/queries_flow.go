@@ -2,7 +2,7 @@ package idempotency
 
 // fresh lists the same columns for a key that this statement inserted.
 const fresh = `true, 'running'::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, false,
-  0::float8, 1, NULL::integer, NULL::jsonb, NULL::bytea, false, false, 0::float8, NULL::varchar, NULL::varchar, false, 0::float8 FROM claimed`
+  0::float8, 1, NULL::integer, NULL::jsonb, NULL::bytea, false, false, 0::float8, '', '', 0::float8 FROM claimed`
 
 // claimFlowSQL claims a key for work in phases. The token begins at the database's clock, in
 // microseconds, so that no later claim of the key has it: a holder may wake up when its row is
@@ -23,7 +23,7 @@ UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = a
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, request = coalesce(request, $11),
   expires_at = CASE WHEN request IS NULL AND $11::bytea IS NULL THEN clock_timestamp() + $12::interval END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND called::text IS NOT DISTINCT FROM $13 AND flow OPERATOR(pg_catalog.=) $10
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND coalesce(call::text, '') = $13 AND flow OPERATOR(pg_catalog.=) $10
 RETURNING data, request, sealed, attempts, extract(epoch FROM clock_timestamp() - calling_since)::float8`
 
 const renewSQL = `-- idempotency.renew
@@ -35,7 +35,7 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 // server lost a claim, another call under the same token may be running.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = nullif(calling::text, $7), calling_since = CASE WHEN $7::text IS NULL OR calling::text <> $7 THEN calling_since END,
+  calling = nullif(calling::text, $7), call = CASE WHEN calling::text = $7 THEN NULL ELSE call END, calling_since = CASE WHEN calling::text = $7 THEN NULL ELSE calling_since END,
   expires_at = CASE WHEN expires_at IS NOT NULL THEN greatest(expires_at, clock_timestamp() + $8::interval) END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
@@ -49,11 +49,12 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
 // callingSQL records a foreign call, and renews the lock, unless the phase is done: see advance_key.
-// $6: the call must not be repeated.
+// $6: whether it may be repeated.
 const callingSQL = `-- idempotency.calling
-UPDATE effectonce.idempotency_keys SET calling = CASE WHEN $6::boolean THEN $5::text END, calling_since = coalesce(calling_since, clock_timestamp()),
+UPDATE effectonce.idempotency_keys SET calling = $5::text, call = $6::text, calling_since = coalesce(calling_since, clock_timestamp()),
   locked_until = clock_timestamp() + $7::interval
-WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` 
+  AND (calling IS NULL OR calling::text = $5 AND call OPERATOR(pg_catalog.=) 'repeatable') AND $5 <> ALL (phases)`
 
 // undecidedSQL marks a key for a person, with the error of the last attempt.
 const undecidedSQL = `-- idempotency.undecided
@@ -86,8 +87,8 @@ WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_cat
 // decidedSQL returns a key to its phases. $5 is the phase whose call happened, with $6 as the state
 // behind it.
 const decidedSQL = `-- idempotency.decided
-UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, calling_since = NULL, phase_since = clock_timestamp(),
-  called = $5::text, data = CASE WHEN $5::text IS NULL THEN data ELSE $6::bytea END, locked_until = NULL, retry_at = NULL, error = NULL,
+UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, phase_since = clock_timestamp(),
+  calling = $5::text, call = CASE WHEN $5::text IS NOT NULL THEN 'happened' END, calling_since = NULL, data = CASE WHEN $5::text IS NULL THEN data ELSE $6::bytea END, locked_until = NULL, retry_at = NULL, error = NULL,
   expires_at = CASE WHEN request IS NULL THEN clock_timestamp() + $7::interval END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isIndeterminate
 

@@ -65,7 +65,7 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 			again(10*time.Hour, errSilent, 3)
 			again(2*time.Hour, idempotency.ErrIndeterminate, 3)
 			again(0, idempotency.ErrIndeterminate, 3)
-			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND calling IS NULL AND phases = '{reserve}' AND error LIKE '%CallAgainMax%'`))
+			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND call = 'repeatable' AND phases = '{reserve}' AND error LIKE '%CallAgainMax%'`))
 			pass(time.Hour)
 			decided, err := flow.Reconcile(t.Context())
 			require.NoError(t, err)
@@ -318,6 +318,33 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
+// Property: a call that may be made again is made again by its phase only, also where that is renamed, or
+// another one is inserted before it: under another phase it would have another key, and another age.
+func TestCallInDoubtBelongsToItsPhase(t *testing.T) {
+	t.Parallel()
+	pool, asked, away := newPool(t), 0, errSilent
+	program := func(names ...string) *idempotency.Flow[payment] {
+		var phases []idempotency.Phase[payment]
+		for _, name := range names {
+			phase := calls(false, func(*step) error { asked++; return away })
+			phase.Name = name
+			phases = append(phases, phase)
+		}
+		return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, append(phases, ends("ship")))
+	}
+	_, err := program("charge").Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, errSilent)
+	away = nil
+	for _, other := range []*idempotency.Flow[payment]{program("bill"), program("check", "charge"), program()} {
+		_, err := other.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	}
+	require.Equal(t, 1, asked)
+	_, err = program("charge").Do(t.Context(), key("k"), nil)
+	require.NoError(t, err)
+	require.Equal(t, []int{2, 1}, []int{asked, effects(t, pool, "ship")})
+}
+
 // Property: a program that does not know the phase in doubt decides nothing about it: its
 // reconciler is not called, the key is postponed, and a program that knows the phase decides. Row
 // H17.
@@ -429,7 +456,7 @@ func TestFlowsLeaveEachOthersKeysAlone(t *testing.T) {
 	finishes(0, refunds.Complete)
 	_, err = refunds.Do(t.Context(), key("k"), []byte("100"))
 	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
-	require.ErrorContains(t, err, `of flow "order", and not of "refunds"`)
+	require.ErrorContains(t, err, `of flow "order", known ["refund"] of flow "refunds"`)
 	away = idempotency.Indeterminate(errAway)
 	_, err = charges.Do(t.Context(), key("k"), []byte("100"))
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)

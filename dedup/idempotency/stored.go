@@ -21,13 +21,23 @@ const (
 	abandoned     state = "abandoned"
 )
 
+// call says what is known of the call of the phase stored.calling, as stored in the column.
+type call string
+
+const (
+	repeatable call = "repeatable" // it may have been made, and may be made again
+	justOnce   call = "once"       // it may have been made, and must not be made again
+	happened   call = "happened"   // by a decision: the Write of its phase is next
+)
+
 // stored is a key as a statement found it. made: the statement inserted it.
 type stored struct {
 	made        bool
 	state       state
 	fingerprint []byte // see Operation.fingerprint
 	phases      []string
-	calling     *string
+	calling     *string // phase whose call may have been made, or happened
+	call        call    // empty: none
 	data        []byte
 	request     []byte
 	token       int64
@@ -40,9 +50,7 @@ type stored struct {
 	dropped     bool
 	sealed      bool
 	putOff      time.Duration // until the completer resumes it
-	flow        *string       // that claimed it, if stored
-	called      *string       // phase whose call happened, by a decision: its Write is next
-	asked       bool          // a call of the phase under way may have been made
+	flow        string        // that claimed it; empty: none
 	idle        time.Duration // since the last phase or decision
 }
 
@@ -51,7 +59,7 @@ func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
 	var remaining, putOff, idle float64
 	err := row.Scan(&s.made, &s.state, &s.fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &s.locked, &remaining, &s.attempts,
-		&s.status, &s.headers, &s.body, &s.dropped, &s.sealed, &putOff, &s.flow, &s.called, &s.asked, &idle)
+		&s.status, &s.headers, &s.body, &s.dropped, &s.sealed, &putOff, &s.flow, &s.call, &idle)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}

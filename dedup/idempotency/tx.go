@@ -99,22 +99,46 @@ func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarde
 	t.work = handlertx.New(t.conn, t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
-	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
-	if guarded { // before the savepoint, which would undo it
-		batch.Queue(o.sql.guard)
-	}
-	first(batch)
-	// The server's limits do not hold yet while the driver prepares statements on a table that is locked.
-	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout+claimGrace)
-	defer cancel()
-	if err := pooled.SendBatch(limited, batch).Close(); err != nil {
-		t.end(ctx)
-		if limited.Err() != nil && ctx.Err() == nil {
-			err = fmt.Errorf("no answer within Config.LockTimeout (%v) and some seconds: another session locks idempotency_keys, or the database does not answer (%v)", o.cfg.LockTimeout, err) //nolint:errorlint // no deadline of the caller
+	err = o.limited(ctx, pooled, batch, lockTimeout, func(batch *pgx.Batch) {
+		if guarded { // before the savepoint, which would undo it
+			batch.Queue(o.sql.guard)
 		}
+		first(batch)
+	})
+	if err != nil {
+		t.end(ctx)
 		return nil, err
 	}
 	return t, nil
+}
+
+// limited sends statements in one round trip, with bounds for each, and for how long it waits for locks.
+func (o *Operation) limited(ctx context.Context, conn *pgxpool.Conn, batch *pgx.Batch, lockTimeout time.Duration, queue func(*pgx.Batch)) error {
+	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
+	queue(batch)
+	// The server's limits do not hold yet while the driver prepares statements on a table that is locked.
+	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout+claimGrace)
+	defer cancel()
+	err := conn.SendBatch(limited, batch).Close()
+	if err != nil && limited.Err() != nil && ctx.Err() == nil {
+		err = fmt.Errorf("no answer within Config.LockTimeout (%v) and some seconds: another session locks idempotency_keys, or the database does not answer (%v)", o.cfg.LockTimeout, err) //nolint:errorlint // no deadline of the caller
+	}
+	return err
+}
+
+// claim sends a statement that claims a key, or takes it over, and scans its row. A lock of another session is
+// ErrInProgress.
+func (o *Operation) claim(ctx context.Context, scan func(pgx.Row) error, sql string, args ...any) error {
+	conn, err := o.pool.Acquire(ctx)
+	if err != nil {
+		return fmt.Errorf("get a database connection: %w", err)
+	}
+	defer conn.Release()
+	err = o.limited(ctx, conn, &pgx.Batch{}, min(claimWait, o.cfg.WaitMax), func(batch *pgx.Batch) { batch.Queue(sql, args...).QueryRow(scan) })
+	if waited(err) {
+		err = &InProgressError{RetryAfter: time.Second}
+	}
+	return err
 }
 
 // runWork runs the work in the transaction.

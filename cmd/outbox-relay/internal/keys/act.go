@@ -48,9 +48,9 @@ const (
 )
 
 // Retry makes an indeterminate or abandoned key run again: the next request, or the completer,
-// continues from its recovery point. A key of work in one transaction is forgotten for that. If a call that must not be made twice may have been made
-// (Row.Calling), Retry is refused for CallUnknown, and without one for CallHappened. Errors are as in
-// Unlock.
+// continues from its recovery point. A key of work in one transaction is forgotten for that. Retry is
+// refused for CallUnknown if the key is indeterminate, or a call that must not be made twice may have been
+// made, and for CallHappened if none may have been made. Errors are as in Unlock.
 func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, call Call) (*Changed, error) {
 	return retry(call, nil).act(ctx, db, schema, by, place)
 }
@@ -86,12 +86,8 @@ func RetryAll(ctx context.Context, db *pgxpool.Pool, schema string, by operator.
 	report := &Report{Left: []Left{}}
 	rows, err := List(ctx, db, schema, filter, RetryMax)
 	for _, r := range rows {
-		switch {
-		case r.OnItsWay():
+		if r.OnItsWay() {
 			report.Left = append(report.Left, Left{r.Place, "its call may be on its way until " + r.RetryAt.UTC().Format(time.RFC3339)})
-			continue
-		case r.State == Indeterminate && call == CallUnknown:
-			report.Left = append(report.Left, Left{r.Place, retryRemedy(r)})
 			continue
 		}
 		var refused *RefusedError
@@ -146,7 +142,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 		}
 		sql, args := c.sql, append([]any{place.Scope, place.Operation, place.Key}, c.args...)
 		if c.forgets && was.Flow == nil {
-			sql, args = forgetSQL, args[:3]
+			sql, args = forgetSQL, args[:4]
 		}
 		done, err := tx.Exec(ctx, inSchema(sql, schema), args...)
 		if err != nil {
@@ -228,7 +224,7 @@ func retryRemedy(was Row) string {
 
 // goesOn describes what the next request does with a running key that no worker holds.
 func goesOn(was Row) string {
-	if was.Calling == nil {
+	if !was.InDoubt() {
 		return "the next request, or the completer, continues it"
 	}
 	return fmt.Sprintf("the next request, or the completer, makes it indeterminate, since the call of phase %q (child ID %v) may have been made", *was.Calling, was.ChildID(*was.Calling))

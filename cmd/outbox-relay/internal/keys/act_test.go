@@ -145,7 +145,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	pool := pgtest.Pool(t)
 	for _, state := range []string{"indeterminate", "abandoned"} {
 		place := key(t, pool, state, state)
-		exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay'")
+		exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once'")
 		_, err := keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 		require.ErrorContains(t, err, "--call-did-not-happen", state)
 		require.ErrorContains(t, err, `"pay"`, state)
@@ -156,27 +156,31 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 		_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallDidNotHappen)
 		require.NoError(t, err)
 		assert.Equal(t, keys.Running, find(t, pool, state).State)
-		assert.True(t, scalar[bool](t, pool, "SELECT calling_since IS NULL AND called IS NULL FROM effectonce.idempotency_keys WHERE key = '"+state+"'"), "the age of its call begins anew")
+		assert.True(t, scalar[bool](t, pool, "SELECT calling_since IS NULL AND calling IS NULL AND call IS NULL FROM effectonce.idempotency_keys WHERE key = '"+state+"'"), "the age of its call begins anew")
 		actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
 		require.NoError(t, err)
 		require.Len(t, actions, 1, "a refusal is not written down")
 		assert.Contains(t, string(actions[0].Subject), `"call_did_not_happen": true`)
 	}
 	place := key(t, pool, "no call", "abandoned")
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling_since = created_at WHERE key = 'no call'")
 	_, err := keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
 	require.ErrorContains(t, err, "no call of it is in doubt")
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'repeatable', calling_since = created_at WHERE key = 'no call'")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 	require.NoError(t, err)
-	assert.True(t, scalar[bool](t, pool, "SELECT calling_since = created_at FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
+	assert.True(t, scalar[bool](t, pool, "SELECT calling_since = created_at AND call = 'repeatable' FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
 	place = key(t, pool, "paid", "indeterminate")
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', calling_since = created_at WHERE key = 'paid'")
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET call = 'repeatable', calling_since = created_at WHERE key = 'paid'") // it is too old to be made again
+	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
+	require.ErrorContains(t, err, "--call-happened")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
 	require.NoError(t, err)
 	place2 := key(t, pool, "work", "work")
-	_, err = keys.Retry(t.Context(), pool, schema, ana, place2, keys.CallHappened)
-	require.ErrorAs(t, err, new(*keys.RefusedError), "it would be executed from the start")
-	assert.True(t, scalar[bool](t, pool, "SELECT called = 'pay' AND calling IS NULL AND calling_since IS NULL FROM effectonce.idempotency_keys WHERE key = 'paid'"), "its Write comes next")
+	for _, call := range []keys.Call{keys.CallHappened, keys.CallUnknown} {
+		_, err = keys.Retry(t.Context(), pool, schema, ana, place2, call)
+		require.ErrorAs(t, err, new(*keys.RefusedError), "it would be executed from the start")
+	}
+	assert.True(t, scalar[bool](t, pool, "SELECT calling = 'pay' AND call = 'happened' AND calling_since IS NULL FROM effectonce.idempotency_keys WHERE key = 'paid'"), "its Write comes next")
 }
 
 // errLost is a foreign system that does not answer.
@@ -297,8 +301,8 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 func TestRetryAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, lock_token, created_at)
-		SELECT 't', 'charge', n::text, sha256('x'), CASE WHEN n % 2 = 0 THEN 'abandoned' ELSE 'indeterminate' END, '{}', 'charge', CASE WHEN n % 2 = 1 THEN 'pay' END, 7, clock_timestamp() - n * interval '1 s'
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, call, lock_token, created_at)
+		SELECT 't', 'charge', n::text, sha256('x'), CASE WHEN n % 2 = 0 THEN 'abandoned' ELSE 'indeterminate' END, '{}', 'charge', CASE WHEN n % 2 = 1 THEN 'pay' END, CASE WHEN n % 2 = 1 THEN 'once' END, 7, clock_timestamp() - n * interval '1 s'
 		FROM generate_series(1, 1202) n`)
 	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow) VALUES ('t', 'other', 'not meant', sha256('x'), 'abandoned', 'f')`)
 	exec(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 minute' WHERE key = '3'`)
@@ -308,13 +312,13 @@ func TestRetryAll(t *testing.T) {
 		require.NoError(t, err)
 		return report
 	}
-	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = NULL WHERE key = '7'`) // its program says so of a call that may be repeated
+	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = NULL, call = NULL WHERE key = '7'`) // its program says so
 	report := all(keys.CallUnknown, func(int) {})
 	assert.Equal(t, 601, report.Done)
 	require.Len(t, report.Left, 601)
 	assert.Contains(t, report.Left[0].Why, "must not be made twice")
 	assert.Contains(t, report.Left[3].Why, "it may have acted")
-	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = 'pay' WHERE key = '7'`)
+	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once' WHERE key = '7'`)
 	report = all(keys.CallHappened, func(done int) {
 		if done == 1 {
 			exec(t, pool, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = '5'`) // decided, and in doubt again
@@ -333,12 +337,12 @@ func TestRetryAll(t *testing.T) {
 func TestDecisionIsTakenBack(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling) VALUES ('t', 'charge', 'k', sha256('x'), 'indeterminate', '{}', 'f', 'pay')`)
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, call) VALUES ('t', 'charge', 'k', sha256('x'), 'indeterminate', '{}', 'f', 'pay', 'once')`)
 	place := keys.Place{Scope: "t", Operation: "charge", Key: "k"}
 	for _, call := range []keys.Call{keys.CallHappened, keys.CallUnknown, keys.CallDidNotHappen} {
 		changed, err := keys.Retry(t.Context(), pool, schema, ana, place, call)
 		require.NoError(t, err)
-		require.Equal(t, call != keys.CallDidNotHappen, changed.Now.Called != nil)
+		require.Equal(t, call != keys.CallDidNotHappen, changed.Now.Call == "happened")
 		exec(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'abandoned'`)
 	}
 }

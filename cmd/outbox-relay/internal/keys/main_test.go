@@ -25,10 +25,10 @@ var ana = operator.By{Who: "ana@ops", Why: "asked the bank"}
 // scope t and operation charge, has done "reserve", and has asked for "secret".
 func key(t *testing.T, pool *pgxpool.Pool, name, state string) keys.Place {
 	t.Helper()
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, data, request, lock_token,
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, call, data, request, lock_token,
 			locked_until, locked_by, attempts, error, retry_at, status, body, finished_at, expires_at, flow)
 		SELECT 't', 'charge', $1, sha256('x'), CASE WHEN $2 IN ('locked', 'free', 'put off') THEN 'running' WHEN $2 = 'over' THEN 'finished' WHEN $2 = 'work' THEN 'indeterminate' ELSE $2 END,
-			'{reserve}', CASE WHEN $2 = 'indeterminate' THEN 'pay' END, '{}', 'secret', 7,
+			'{reserve}', CASE WHEN $2 = 'indeterminate' THEN 'pay' END, CASE WHEN $2 = 'indeterminate' THEN 'once' END, '{}', 'secret', 7,
 			CASE $2 WHEN 'locked' THEN clock_timestamp() + interval '1 hour' WHEN 'free' THEN clock_timestamp() - interval '1 second' END,
 			'worker-1', 3, CASE WHEN $2 NOT IN ('finished', 'over') THEN 'timeout' END,
 			CASE $2 WHEN 'put off' THEN clock_timestamp() + interval '1 hour' END,

@@ -8,7 +8,7 @@ const markSQL = `pg_catalog.encode(pg_catalog.substr(sha256('\x0000000000000004'
 const stuckSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND coalesce(k.retry_at, k.created_at) <= clock_timestamp())`
 
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
-  k.state, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling, k.called,
+  k.state, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling, coalesce(k.call::text, '') AS call,
   k.state OPERATOR(pg_catalog.=) 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,
@@ -76,25 +76,27 @@ const unlockSQL = `-- keys.unlock
 UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_until = NULL, retry_at = NULL
 ` + this + ` AND k.state OPERATOR(pg_catalog.=) 'running' AND k.locked_until > clock_timestamp()`
 
-// retrySQL returns a key to its phases. $4: no call of the current phase was made. Then a call that
-// must not be made twice may be made, and the age of a call that may be repeated starts again; an earlier
-// decision that it happened is taken back. $5: the call happened, and the Write of its phase comes next.
+// retrySQL returns a key to its phases. $4: no call of the current phase was made, so it may be made; an
+// earlier decision that it happened is taken back. $5: the call happened, and the Write of its phase comes
+// next. One of them is needed for a key in doubt, and for a call that must not be made twice.
 const retrySQL = `-- keys.retry
-UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, called = CASE WHEN $5::bool THEN k.calling WHEN NOT $4::bool THEN k.called END,
-  calling = NULL, calling_since = CASE WHEN NOT $4::bool AND NOT $5::bool THEN k.calling_since END, phase_since = clock_timestamp(),
+UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, calling = CASE WHEN NOT $4::bool THEN k.calling END,
+  call = CASE WHEN $5::bool THEN 'happened' WHEN NOT $4::bool THEN k.call END, calling_since = CASE WHEN NOT $4::bool AND NOT $5::bool THEN k.calling_since END, phase_since = clock_timestamp(),
   locked_until = NULL, retry_at = NULL, error = NULL,
   expires_at = CASE WHEN k.request IS NULL THEN clock_timestamp() + coalesce(greatest(k.expires_at - k.created_at, interval '1 minute'), interval '1 day') END
-` + this + ` AND k.state::text IN ('indeterminate', 'abandoned') AND CASE WHEN k.calling IS NULL THEN NOT $5::bool ELSE $4::bool OR $5::bool END`
+` + this + ` AND k.state::text IN ('indeterminate', 'abandoned') AND (NOT $5::bool OR k.calling IS NOT NULL)
+  AND ($4::bool OR $5::bool OR k.state OPERATOR(pg_catalog.=) 'abandoned' AND coalesce(k.call::text, '') <> 'once')`
 
 // finishSQL sets the outcome. This program cannot encrypt it. The request, and what phases passed
 // on, remain until the key is deleted: a role with the right to remove them could change them, too.
 const finishSQL = `-- keys.finish
 UPDATE effectonce.idempotency_keys k SET state = 'finished', lock_token = k.lock_token + 1, status = $4, headers = $5, body = $6,
-  body_dropped = false, sealed = false, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
+  body_dropped = false, sealed = false, calling = NULL, call = NULL, calling_since = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
   finished_at = clock_timestamp(), expires_at = clock_timestamp() + $7::interval
 ` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned')
   OR k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()))`
 
-// forgetSQL is retrySQL for work in one transaction: the next request executes it from the start.
+// forgetSQL is retrySQL for work in one transaction, which is in doubt: the next request executes it from
+// the start.
 const forgetSQL = `-- keys.forget
-DELETE FROM effectonce.idempotency_keys k ` + this + ` AND k.flow IS NULL AND k.state::text IN ('indeterminate', 'abandoned')`
+DELETE FROM effectonce.idempotency_keys k ` + this + ` AND $4::bool AND k.flow IS NULL AND k.state OPERATOR(pg_catalog.=) 'indeterminate'`

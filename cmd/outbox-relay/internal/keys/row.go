@@ -51,10 +51,10 @@ type Row struct {
 	// The flow that claimed it; null: work in one transaction
 	Flow   *string  `json:"flow"`
 	Phases []string `json:"phases"` // completed phases, in order
-	// Phase whose foreign call may be in progress, and must not be made twice
+	// Phase whose foreign call may have been made, or was: see Call
 	Calling *string `json:"calling"`
-	// Phase whose call happened, as was decided: its Write comes next
-	Called *string `json:"called"`
+	// What is known of that call: "repeatable", "once" or "happened", as in the table; empty: there is none
+	Call string `json:"call"`
 	// Locked: a worker holds it until LockedUntil. LockedBy is the last worker.
 	Locked       bool       `json:"locked"`
 	LockedBy     *string    `json:"locked_by"`
@@ -81,8 +81,14 @@ func (r Row) OnItsWay() bool {
 	return r.State == Indeterminate && r.RetryAt != nil && r.RetryAt.After(now)
 }
 
+// InDoubt reports whether a person has to find out if the foreign system acted, before its call is made
+// again.
+func (r Row) InDoubt() bool {
+	return r.Call == "once" || r.Call == "repeatable" && r.State == Indeterminate
+}
+
 func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Called, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
+	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Call, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
 		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
 		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
 	return r, err

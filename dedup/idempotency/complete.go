@@ -133,18 +133,26 @@ const (
 // returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 	var group sync.WaitGroup
-	var mu sync.Mutex
-	var problems []error
-	err = f.complete(ctx, &group, func(done bool, err error) {
-		mu.Lock()
-		defer mu.Unlock()
-		if done {
-			finished++
-		}
-		problems = append(problems, err)
-	})
+	var t tally
+	t.add(false, f.complete(ctx, &group, t.add))
 	group.Wait()
-	return finished, errors.Join(append(problems, err)...)
+	return t.done, t.err
+}
+
+// tally adds up what happened to keys.
+type tally struct {
+	sync.Mutex
+	done int
+	err  error
+}
+
+func (t *tally) add(done bool, err error) {
+	t.Lock()
+	defer t.Unlock()
+	if done {
+		t.done++
+	}
+	t.err = errors.Join(t.err, err)
 }
 
 // complete starts to resume a page of flows, and reports the result of each.
@@ -295,26 +303,19 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 		return 0, errors.New("FlowConfig.Reconcile is not set")
 	}
 	var group sync.WaitGroup
-	var mu sync.Mutex
-	var problems []error
+	var t tally
 	var last due
 	for ctx.Err() == nil {
-		var page []due
-		if page, err = f.page(ctx, f.op.sql.flow.undecidedKeys, last.Created, last.Scope, last.Value, reconcileMax); err != nil {
-			break
-		}
+		page, err := f.page(ctx, f.op.sql.flow.undecidedKeys, last.Created, last.Scope, last.Value, reconcileMax)
+		t.add(false, err)
 		for _, last = range page {
 			u := last
 			if !begin(ctx, f.reconciling, &group, func() {
 				ok, err := f.decide(ctx, u)
-				mu.Lock()
-				defer mu.Unlock()
-				if ok {
-					decided++
-				}
 				if err != nil {
-					problems = append(problems, fmt.Errorf("reconcile %v: %w", f.key(u), err))
+					err = fmt.Errorf("reconcile %v: %w", f.key(u), err)
 				}
+				t.add(ok, err)
 			}) {
 				break
 			}
@@ -324,7 +325,7 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 		}
 	}
 	group.Wait()
-	return decided, errors.Join(append(problems, err)...)
+	return t.done, t.err
 }
 
 // decide asks about one key, and carries out the decision, unless another process decided in between.
@@ -337,7 +338,7 @@ func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 	if err := f.knows(s); err != nil {
 		return false, errors.Join(err, f.leave(ctx, key, s, nil))
 	}
-	if _, runs := f.left.Load(name{key.Scope, key.Value}); runs {
+	if f.running.add(key, 0) > 0 {
 		return false, f.leave(ctx, key, s, nil)
 	}
 	phase := f.phases[len(s.phases)]
@@ -406,29 +407,22 @@ func (f *Flow[S]) carryOut(ctx context.Context, key Key, s *stored, phase string
 	if err != nil {
 		return false, err
 	}
-	var called *string
+	var happened *string
 	if data != nil {
-		called = &phase
+		happened = &phase
 	}
-	t, err := o.begin(ctx, o.cfg.LockTimeout, false, func(*pgx.Batch) {})
-	if err != nil {
-		return false, err
-	}
-	defer t.end(ctx)
-	tag, err := t.pooled.Exec(ctx, o.sql.flow.decided, key.Scope, key.Operation, key.Value, s.token, called, data, o.window())
-	if err != nil || tag.RowsAffected() == 0 {
-		return false, err
-	}
-	var out outcome
-	if decision.outcome != nil {
-		if out, err = o.outcome(key, *decision.outcome, s.sealed); err != nil {
+	h := newHolder(o, key, s, time.Now())
+	statements := []statement{h.statement(o.sql.flow.decided, happened, data, o.window())}
+	if s.token++; decision.outcome != nil {
+		finishing, err := h.finishing(nil, *decision.outcome)
+		if err != nil {
 			return false, err
 		}
+		statements = append(statements, finishing)
 	}
-	err = t.commit(ctx, func(batch *pgx.Batch) {
-		if decision.outcome != nil {
-			batch.Queue(o.sql.flow.finish, key.Scope, key.Operation, key.Value, s.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
-		}
-	})
-	return err == nil, err
+	rows, err := o.durably(ctx, statements...)
+	if lost(err) { // another process decided
+		return false, nil
+	}
+	return rows > 0, err
 }

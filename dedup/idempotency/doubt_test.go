@@ -323,6 +323,24 @@ func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 	}
 }
 
+// Property: a call that happened, of a phase that could not finish the flow, makes its key one for a person
+// again, who is told what is left to do.
+func TestHappenedWithoutWriteIsForAPerson(t *testing.T) {
+	t.Parallel()
+	pool, asked := newPool(t), 0
+	last := idempotency.Phase[payment]{Name: "charge", AtMostOnce: true, Call: func(context.Context, *step) error { asked++; return errAway }}
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{last})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
+	require.NoError(t, err)
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.ErrorContains(t, err, "keys finish")
+	require.Equal(t, 1, asked)
+	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
+}
+
 // Property: errors about the key of another operation, which the work used, do not apply to this
 // operation's key: no client learns that it should take another key, or that nothing was done, and
 // nothing is done again while the request waits.

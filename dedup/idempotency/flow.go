@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -16,7 +15,6 @@ import (
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
-	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // Flow executes a request in atomic phases: each phase commits its writes together with its
@@ -34,7 +32,7 @@ type Flow[S any] struct {
 	names  []string
 	// Slots that bound how many keys are completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
-	left                    sync.Map // by name: what was left behind and still runs, so that nothing is decided about it
+	running                 counts // user functions by key: while one runs that was left behind, nothing is decided
 }
 
 // FlowConfig of a Flow. The zero value works.
@@ -201,27 +199,14 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 	if err != nil {
 		return f.op.answered(Response{}, err)
 	}
-	return f.op.answered(f.op.inTurn(ctx, key, func(wait time.Duration) (Response, error) {
-		deadline := time.Now().Add(wait)
-		for {
-			response, err := f.claimAndDrive(ctx, key, request)
-			if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause.For(ctx, askEvery) {
-				return response, err
-			}
+	return f.op.answered(f.op.inTurn(ctx, key, func() (Response, error) {
+		h, response, err := f.claim(ctx, key, request)
+		if h == nil {
+			return response, err
 		}
+		crashpoint.At(ctx, crashpoint.KeyClaimed)
+		return f.drive(ctx, h, request)
 	}))
-}
-
-// askEvery is how often a waiting request polls.
-const askEvery = 50 * time.Millisecond
-
-func (f *Flow[S]) claimAndDrive(ctx context.Context, key Key, request []byte) (Response, error) {
-	h, response, err := f.claim(ctx, key, request)
-	if h == nil {
-		return response, err
-	}
-	crashpoint.At(ctx, crashpoint.KeyClaimed)
-	return f.drive(ctx, h, request)
 }
 
 // claim takes the key's lock. If it cannot, it returns what is stored under the key.
@@ -239,13 +224,13 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	for range claimsMax {
 		asked := time.Now()
 		var s *stored
-		err := o.claim(ctx, func(row pgx.Row) (err error) { s, err = read(row); return err },
-			o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window())
+		err := o.claim(ctx, key, func(row pgx.Row) (err error) { s, err = read(row); return err },
+			o.sql.flow.claim, fingerprint, sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window())
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // another request committed the key while the insert waited; above read committed that is an error
 		case err != nil:
-			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
+			return nil, Response{}, err
 		case s.made:
 			s.sealed = sealed
 			return newHolder(o, key, s, asked), Response{}, nil
@@ -292,18 +277,12 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 		return nil, err
 	}
 	h, taken, age := newHolder(o, key, s, time.Now()), false, (*float64)(nil)
-	err = o.claim(ctx, func(row pgx.Row) error {
-		err := row.Scan(&s.data, &s.request, &s.sealed, &s.attempts, &age)
-		if taken = err == nil; errors.Is(err, pgx.ErrNoRows) {
-			return nil
-		}
-		return err
-	}, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, s.fingerprint, s.phases, s.calling, f.cfg.Name, kept, o.window(), s.call)
+	err = o.claim(ctx, key, one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age), o.sql.flow.take, s.token, o.cfg.Lock, o.cfg.Owner, s.fingerprint, s.phases, s.calling, f.cfg.Name, kept, o.window(), s.call)
 	if err == nil && !taken || conflict(err) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("take over %v: %w", key, err)
+		return nil, err
 	}
 	s.token++
 	if age != nil {

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"sync"
 	"time"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // gate lets one request of this process per key query the database at a time; the others wait in
@@ -29,16 +31,16 @@ type line struct {
 	users   int
 }
 
-// inTurn executes a request when its turn comes, or answers it from what is stored. execute gets the
-// time for which it may wait for other processes.
-func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.Duration) (Response, error)) (Response, error) {
+// inTurn executes a request when its turn comes, or answers it from what is stored. While another process
+// has the key, execute is called again, within WaitMax.
+func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (Response, error) {
 	for {
 		at, err := o.enter(ctx, key)
 		switch {
 		case err != nil:
 			return Response{}, err
 		case !at.answered:
-			return o.execute(at, key, execute)
+			return o.execute(ctx, at, key, execute)
 		}
 		if response, ok, err := o.lookUp(ctx, key); ok || err != nil {
 			return response, err
@@ -46,16 +48,35 @@ func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.
 	}
 }
 
-// execute ends the turn also if the work panics.
-func (o *Operation) execute(at turn, key Key, execute func(wait time.Duration) (Response, error)) (response Response, err error) {
-	ended := errNotEnded
-	defer func() { o.gate.leave(name{key.Scope, key.Value}, at.line, ended) }()
-	response, err = execute(at.wait)
+// execute ends the turn also if the work panics, or does not return soon after ctx ended: then the server
+// ends its transaction.
+func (o *Operation) execute(ctx context.Context, at turn, key Key, execute func() (Response, error)) (response Response, err error) {
+	ended, once := errNotEnded, sync.Once{}
+	leave := func(err error) { once.Do(func() { o.gate.leave(name{key.Scope, key.Value}, at.line, err) }) }
+	defer func() { leave(ended) }()
+	defer context.AfterFunc(ctx, func() {
+		<-time.After(callGrace)
+		leave(errNotEnded)
+	})()
+	deadline := time.Now().Add(at.wait)
+	for wait := claimWait; ; wait = min(2*wait, askEvery) {
+		response, err = execute()
+		if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause.For(ctx, min(wait, time.Until(deadline))) {
+			break
+		}
+	}
 	ended = err
 	return response, err
 }
 
-// errNotEnded is the error of a request that panics.
+// claimWait is how long one claim waits in the database, where it holds a connection, and at first between
+// two. askEvery is how often a request that has waited for some time asks.
+const (
+	claimWait = 5 * time.Millisecond
+	askEvery  = 50 * time.Millisecond
+)
+
+// errNotEnded is the error of a request that panics, or hangs.
 var errNotEnded = errors.New("the work did not return")
 
 // lookUp answers a request from what is stored, if that determines the answer. It begins no

@@ -58,6 +58,29 @@ func poolOf(t *testing.T, pool *pgxpool.Pool, size int32) *pgxpool.Pool {
 	return sized
 }
 
+// Property: work that never returns keeps its key only until its request ends and the server ends its
+// transaction.
+func TestHangingWorkKeepsNoTurn(t *testing.T) {
+	t.Parallel()
+	pool, never, begun := newPool(t), make(chan struct{}), make(chan struct{})
+	t.Cleanup(func() { close(never) })
+	o := newOperation(t, pool, idempotency.Config{IdleTimeout: 100 * time.Millisecond, WaitMax: time.Minute})
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		_, _ = o.Once(ctx, key("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
+			close(begun)
+			<-never
+			return idempotency.Response{}, nil
+		})
+	}()
+	testwait.Chan(t, "the request is at work", begun)
+	cancel()
+	response, err := o.Once(t.Context(), key("k"), insertOnce("k"))
+	require.NoError(t, err)
+	require.False(t, response.Replayed)
+	require.Equal(t, 1, effects(t, pool, "k"))
+}
+
 // Property: requests that wait for a key hold no connection, in the process that executes it or in
 // another: another tenant's request is answered in between. Each of them gets the outcome. Row H29
 // of guarantees.md.

@@ -56,7 +56,7 @@ func (h *holder) keep(ctx context.Context) (stop func()) {
 			case err == nil && held:
 			case err == nil || time.Since(*h.renewed.Load()) > h.o.cfg.Lock:
 				if ctx.Err() == nil && !h.ending.Load() {
-					h.o.cfg.Logger.WarnContext(ctx, "lost the lock of a key: another worker continues with it", "key", h.key, "error", err)
+					h.o.cfg.Logger.WarnContext(ctx, "lost the lock of a key, or could not renew it in time: another worker may continue", "key", h.key, "error", err)
 				}
 				lose(ErrLockLost)
 				return
@@ -83,12 +83,24 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	return held, err
 }
 
+// statement returns one that writes under the token.
+func (h *holder) statement(sql string, args ...any) statement {
+	return statement{sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)}
+}
+
+// finishing returns the statement that stores the outcome, with the phase that made it; nil: none did.
+func (h *holder) finishing(phase *string, response Response) (statement, error) {
+	out, err := h.o.outcome(h.key, response, h.at.sealed)
+	return h.statement(h.o.sql.flow.finish, phase, out.status, out.headers, out.body, out.dropped, h.o.window()), err
+}
+
 // update writes under the token, and reports whether the token is still valid. It waits for a phase
 // that is being committed, which is a conflict if the role's default isolation is not read
 // committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
+	s := h.statement(sql, args...)
 	for attempt := 1; ; attempt++ {
-		tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
+		tag, err := h.o.pool.Exec(ctx, s.sql, s.args...)
 		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
 			return tag.RowsAffected() == 1, err
 		}
@@ -100,7 +112,7 @@ func (h *holder) calling(phase string, kind call) error {
 	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
 	defer cancel()
 	asked := time.Now()
-	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase, kind, h.o.cfg.Lock)
+	rows, err := h.o.durably(ctx, h.statement(h.o.sql.flow.calling, phase, kind, h.o.cfg.Lock))
 	if err != nil {
 		return fmt.Errorf("record the call of phase %q: %w", phase, err)
 	}
@@ -132,7 +144,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) (bool, error) {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	rows, err := h.o.durably(ctx, h.o.sql.flow.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause), wait)
+	rows, err := h.o.durably(ctx, h.statement(h.o.sql.flow.undecided, to, text(cause), wait))
 	if err != nil {
 		return false, fmt.Errorf("mark %v as %s: %w", h.key, to, err)
 	}
@@ -152,11 +164,11 @@ func (h *holder) doubt(ctx context.Context, cause error, wait time.Duration) err
 func (h *holder) finish(ctx context.Context, response Response) error {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	out, err := h.o.outcome(h.key, response, h.at.sealed)
+	finishing, err := h.finishing(h.expiredPhase, response)
 	if err != nil {
 		return err
 	}
-	_, err = h.o.durably(ctx, h.o.sql.flow.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, h.expiredPhase, out.status, out.headers, out.body, out.dropped, h.o.window())
+	_, err = h.o.durably(ctx, finishing)
 	if lost(err) {
 		return fmt.Errorf("%w: %w", ErrLockLost, err)
 	}

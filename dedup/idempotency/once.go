@@ -37,9 +37,9 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	if err != nil {
 		return o.answered(Response{}, err)
 	}
-	return o.answered(o.inTurn(ctx, key, func(wait time.Duration) (Response, error) {
+	return o.answered(o.inTurn(ctx, key, func() (Response, error) {
 		for attempt := 1; ; attempt++ {
-			response, err := o.once(ctx, key, wait, work)
+			response, err := o.once(ctx, key, work)
 			if err == nil || attempt > o.cfg.Retries || !conflict(err) {
 				return response, err
 			}
@@ -51,8 +51,8 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 }
 
 // once executes the transaction one time.
-func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
-	t, replayed, err := o.claimWork(ctx, key, wait)
+func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
+	t, replayed, err := o.claimWork(ctx, key)
 	if t == nil {
 		return replayed, err
 	}
@@ -85,16 +85,15 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 	return Response{}, err
 }
 
-// claimWork begins the transaction of the work and waits for other processes. If it cannot claim
-// the key, it returns what is stored under it.
-func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) (*transaction, Response, error) {
-	until := time.Now().Add(wait)
+// claimWork begins the transaction of the work. If it cannot claim the key, it returns what is stored
+// under it.
+func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Response, error) {
 	fingerprint, err := o.fingerprint(key)
 	if err != nil {
 		return nil, Response{}, err
 	}
 	for range claimsMax {
-		t, took, err := o.beginClaimed(ctx, key, fingerprint, until)
+		t, took, err := o.beginClaimed(ctx, key, fingerprint)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -115,35 +114,36 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 }
 
 // beginClaimed begins a transaction whose first statement claims the key, and a savepoint behind it. took:
-// this transaction holds the key. While another process has the key, beginClaimed retries until the
-// given time.
-func (o *Operation) beginClaimed(ctx context.Context, key Key, fingerprint []byte, until time.Time) (t *transaction, took bool, err error) {
-	for wait := claimWait; ; wait = min(2*wait, askEvery) {
-		t, err = o.begin(ctx, min(claimWait, o.cfg.WaitMax), true, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), fingerprint).QueryRow(func(row pgx.Row) error {
-				err := row.Scan(nil)
-				if took = err == nil; errors.Is(err, pgx.ErrNoRows) {
-					return nil
-				}
-				return err
-			})
-			batch.Queue(savepointSQL)
-		})
-		switch left := time.Until(until); {
-		case err == nil:
-			return t, took, nil
-		case !waited(err) && (!pgerr.Is(err, pgerr.QueryCanceled) || ctx.Err() != nil): // QueryCanceled: StatementTimeout is as short as claimWait
-			return nil, false, fmt.Errorf("claim %v: %w", key, err)
-		case left <= 0:
-			return nil, false, &InProgressError{RetryAfter: time.Second}
-		case !pause.For(ctx, min(wait, left)):
-			return nil, false, fmt.Errorf("claim %v: %w", key, ctx.Err())
+// this transaction holds the key.
+func (o *Operation) beginClaimed(ctx context.Context, key Key, fingerprint []byte) (t *transaction, took bool, err error) {
+	t, err = o.begin(ctx, min(claimWait, o.cfg.WaitMax), true, func(batch *pgx.Batch) {
+		batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), fingerprint).QueryRow(one(&took, nil))
+		batch.Queue(savepointSQL)
+	})
+	return t, took, claimed(ctx, key, err)
+}
+
+// one scans a row into targets, and notes whether there is one.
+func one(found *bool, targets ...any) func(pgx.Row) error {
+	return func(row pgx.Row) error {
+		err := row.Scan(targets...)
+		if *found = err == nil; errors.Is(err, pgx.ErrNoRows) {
+			return nil
 		}
+		return err
 	}
 }
 
-// claimWait is how long one claim waits in the database, where it holds a connection.
-const claimWait = 5 * time.Millisecond
+// claimed returns the error of a claim: ErrInProgress if another session has locked the key, or the table.
+func claimed(ctx context.Context, key Key, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case pgerr.Is(err, pgerr.LockNotAvailable), pgerr.Is(err, pgerr.QueryCanceled) && ctx.Err() == nil: // StatementTimeout is as short as claimWait
+		return &InProgressError{RetryAfter: time.Second}
+	}
+	return fmt.Errorf("claim %v: %w", key, err)
+}
 
 // instead ends a transaction that claimed nothing, and reads the key, in one round trip.
 func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err error) {

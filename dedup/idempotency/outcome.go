@@ -45,7 +45,7 @@ var (
 	ErrAbandoned = errors.New("the request with this idempotency key was given up: it has to be looked into")
 	// ErrLockLost: another worker took the key over, because this one did not renew its lock in
 	// time. What this worker had not committed is rolled back.
-	ErrLockLost = errors.New("another worker has taken over the idempotency key")
+	ErrLockLost = errors.New("the lock of the idempotency key is lost: another worker may have taken it over")
 	// ErrUnknownRecoveryPoint: the phases that are done are not the first ones of this program's
 	// list. Either another version with other phases ran them, or the key belongs to a flow with
 	// another name. No phase was run, and the reconciler was not called. The key continues with a
@@ -195,9 +195,6 @@ func ofWork(err error) error {
 	}
 	return &workError{err}
 }
-
-// waited reports that a lock was not available in time.
-func waited(err error) bool { return pgerr.Is(err, pgerr.LockNotAvailable) }
 
 // lost reports that advance_key or finish_key found another token, or the phase done.
 func lost(err error) bool { return pgerr.Is(err, pgerr.KeyLost) }

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"runtime/debug"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -26,7 +27,10 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 		return context.Cause(ctx)
 	}
 	step.phase, h.noted, h.doubtful = phase.Name, "", false
-	if h.called = h.at.call == happened; phase.Call != nil && !h.called {
+	if h.called = h.at.call == happened; h.called && phase.Write == nil && phase.Name == f.names[len(f.names)-1] {
+		return Indeterminate(fmt.Errorf("the call of phase %q happened, and it has no Write that could finish the flow: give its outcome with \"outbox-relay keys finish\"", phase.Name))
+	}
+	if phase.Call != nil && !h.called {
 		if err := f.call(ctx, h, step, phase); err != nil {
 			return err
 		}
@@ -112,6 +116,7 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 		returned bool
 	}
 	ended := make(chan outcome, 1)
+	f.running.add(key, 1)
 	go func() {
 		var o outcome
 		defer func() {
@@ -121,7 +126,7 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 				}
 			}
 			ended <- o
-			f.left.Delete(name{key.Scope, key.Value})
+			f.running.add(key, -1)
 		}()
 		o.err = call()
 		o.returned = true
@@ -143,11 +148,27 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 		runtime.Goexit()
 	case <-overdue:
 	}
-	f.left.Store(name{key.Scope, key.Value}, true)
-	if len(ended) > 0 {
-		f.left.Delete(name{key.Scope, key.Value})
-	}
 	return errLeftBehind
+}
+
+// counts counts something of keys.
+type counts struct {
+	sync.Mutex
+	of map[name]int
+}
+
+// add returns the count after n were added.
+func (c *counts) add(key Key, n int) int {
+	c.Lock()
+	defer c.Unlock()
+	if c.of == nil {
+		c.of = map[name]int{}
+	}
+	at := name{key.Scope, key.Value}
+	if c.of[at] += n; c.of[at] == 0 {
+		defer delete(c.of, at)
+	}
+	return c.of[at]
 }
 
 // expired handles a phase that finds effects of an earlier execution. If no foreign system was
@@ -214,7 +235,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
 	h.ending.Store(step.response != nil)
-	if err := t.commit(ctx, last); err != nil {
+	if err := t.commit(ctx, func(batch *pgx.Batch) { batch.Queue(last.sql, last.args...) }); err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
 	h.at.attempts, h.at.calling, h.at.call, h.doubtful, h.since = 1, nil, "", false, time.Time{}
@@ -222,21 +243,12 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 }
 
 // last returns the statement before COMMIT: the recovery point, or the outcome.
-func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (func(*pgx.Batch), error) {
-	o, key := h.o, h.key
+func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (statement, error) {
 	if step.response != nil {
-		out, err := o.outcome(key, *step.response, h.at.sealed)
-		return func(batch *pgx.Batch) {
-			batch.Queue(o.sql.flow.finish, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, out.status, out.headers, out.body, out.dropped, o.window())
-		}, err
+		return h.finishing(&phase.Name, *step.response)
 	}
-	data, err := o.seal(key, "data", data, h.at.sealed)
-	if err != nil {
-		return nil, err
-	}
-	return func(batch *pgx.Batch) {
-		batch.Queue(o.sql.flow.advance, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, data)
-	}, nil
+	data, err := h.o.seal(h.key, "data", data, h.at.sealed)
+	return h.statement(h.o.sql.flow.advance, phase.Name, data), err
 }
 
 func (c *FlowConfig[S]) checkDurations() []error {

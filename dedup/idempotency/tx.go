@@ -126,19 +126,15 @@ func (o *Operation) limited(ctx context.Context, conn *pgxpool.Conn, batch *pgx.
 	return err
 }
 
-// claim sends a statement that claims a key, or takes it over, and scans its row. A lock of another session is
-// ErrInProgress.
-func (o *Operation) claim(ctx context.Context, scan func(pgx.Row) error, sql string, args ...any) error {
+// claim sends a statement that claims the key of a flow, or takes it over, and scans its row.
+func (o *Operation) claim(ctx context.Context, key Key, scan func(pgx.Row) error, sql string, args ...any) error {
 	conn, err := o.pool.Acquire(ctx)
 	if err != nil {
 		return fmt.Errorf("get a database connection: %w", err)
 	}
 	defer conn.Release()
-	err = o.limited(ctx, conn, &pgx.Batch{}, min(claimWait, o.cfg.WaitMax), func(batch *pgx.Batch) { batch.Queue(sql, args...).QueryRow(scan) })
-	if waited(err) {
-		err = &InProgressError{RetryAfter: time.Second}
-	}
-	return err
+	args = append([]any{key.Scope, key.Operation, key.Value}, args...)
+	return claimed(ctx, key, o.limited(ctx, conn, &pgx.Batch{}, min(claimWait, o.cfg.WaitMax), func(batch *pgx.Batch) { batch.Queue(sql, args...).QueryRow(scan) }))
 }
 
 // runWork runs the work in the transaction.
@@ -281,23 +277,32 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 	_, _ = conn.Exec(ctx, "ROLLBACK")
 }
 
-// durably executes one statement in a transaction of its own that is durable when durably returns,
-// whatever the role's synchronous_commit is. It returns the number of changed rows.
-func (o *Operation) durably(ctx context.Context, sql string, args ...any) (int64, error) {
-	var rows int64
+// statement is one with its arguments.
+type statement struct {
+	sql  string
+	args []any
+}
+
+// durably executes statements in a transaction of its own that is durable when durably returns, whatever
+// the role's synchronous_commit is. It returns the number of rows that the first one changed.
+func (o *Operation) durably(ctx context.Context, statements ...statement) (rows int64, err error) {
 	t, err := o.begin(ctx, o.cfg.LockTimeout, false, func(*pgx.Batch) {})
 	if err != nil {
 		return 0, err
 	}
 	defer t.end(ctx)
 	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error {
-			rows = tag.RowsAffected()
-			return nil
-		})
+		for i, s := range statements {
+			batch.Queue(s.sql, s.args...).Exec(func(tag pgconn.CommandTag) error {
+				if i == 0 {
+					rows = tag.RowsAffected()
+				}
+				return nil
+			})
+		}
 	})
 	if err != nil {
-		return 0, err // the statement may still take effect
+		return 0, err // they may still take effect
 	}
 	return rows, nil
 }

@@ -67,8 +67,8 @@ func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v ver
 		}
 		var replayed Response
 		for {
-			t, replayed, err = o.claimWork(ctx, key, o.cfg.WaitMax)
-			if !v.doubt || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause.For(ctx, askEvery) {
+			t, replayed, err = o.claimWork(ctx, key)
+			if !errors.Is(err, ErrInProgress) && (!v.doubt || !conflict(err)) || !pause.For(ctx, askEvery) {
 				break
 			}
 		}

@@ -1,49 +1,19 @@
 // Package webhook receives webhooks of Stripe, GitHub, and all senders that follow Standard
 // Webhooks, and applies the effects of each event once, however often it is delivered.
 //
-//	package main
-//
-//	import (
-//		"context"
-//		"encoding/json"
-//		"log"
-//		"net/http"
-//		"os"
-//
-//		"github.com/jackc/pgx/v5"
-//		"github.com/jackc/pgx/v5/pgxpool"
-//
-//		"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
-//	)
-//
-//	func main() {
-//		ctx := context.Background()
-//		pool, err := pgxpool.New(ctx, os.Getenv("DATABASE_URL")) // the schema: outbox-relay migrate
-//		if err != nil {
-//			log.Fatal(err)
+//	payments, err := webhook.New(pool, webhook.Config{
+//		Sender: "stripe", Name: "payments",
+//		Scheme: webhook.Stripe(os.Getenv("STRIPE_WEBHOOK_SECRET")), // and the next one, while it is rolled
+//	}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
+//		if event.Type != "invoice.paid" {
+//			return nil
 //		}
-//		payments, err := webhook.New(pool, webhook.Config{
-//			Sender: "stripe", Name: "payments",
-//			Scheme: webhook.Stripe(os.Getenv("STRIPE_WEBHOOK_SECRET")), // and the next one, while it is rolled
-//		}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
-//			if event.Type != "invoice.paid" {
-//				return nil
-//			}
-//			var paid struct{ Data struct{ Object struct{ Customer string; AmountPaid int64 `json:"amount_paid"` } } }
-//			if err := json.Unmarshal(event.Body, &paid); err != nil {
-//				return webhook.Refuse(err)
-//			}
-//			_, err := tx.Exec(ctx, `UPDATE accounts SET balance = balance + $1 WHERE customer = $2`,
-//				paid.Data.Object.AmountPaid, paid.Data.Object.Customer)
-//			return err
-//		})
-//		if err != nil {
-//			log.Fatal(err)
-//		}
-//		go payments.Run(ctx) // forgets old events
-//		http.Handle("/webhooks/stripe", payments)
-//		log.Fatal(http.ListenAndServe(":8080", nil)) // behind TLS
-//	}
+//		return credit(ctx, tx, event.Body)
+//	})
+//	...
+//	go payments.Run(ctx) // forgets old events
+//	http.Handle("/webhooks/stripe", payments)
+//	log.Fatal(http.ListenAndServe(":8080", nil)) // behind TLS
 //
 // # How a delivery is handled
 //

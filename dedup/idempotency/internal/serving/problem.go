@@ -40,41 +40,26 @@ type Answer struct {
 }
 
 // Describe returns the answer for a problem.
-func (p Problem) Describe() Answer {
-	switch p {
-	case KeyMissing:
-		return Answer{400, "Idempotency-Key is missing", "This request needs the header Idempotency-Key: a value of its own, the same at each try."}
-	case KeyMalformed:
-		return Answer{400, "Idempotency-Key is malformed", "The header must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes."}
-	case KeyInProgress:
-		return Answer{409, "The request is in progress", "A request with this key is being executed. Retry later with the same key."}
-	case KeyUndecided:
-		return Answer{409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key."}
-	case KeyAbandoned:
-		return Answer{409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key."}
-	case TooManyWaiting:
-		return Answer{429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key."}
-	case KeyReused:
-		return Answer{422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own."}
-	case ResponseDropped:
-		return Answer{410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept."}
-	case KeyExpired:
-		return Answer{410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did."}
-	case Unanswered:
-		return Answer{503, "The outcome is not known yet", "The request may have been executed. Retry with the same key to find out."}
-	case Unauthenticated:
-		return Answer{401, "Not authenticated", "The request has no principal."}
-	case Unreadable:
-		return Answer{400, "The request cannot be read", "Its body ended early, or is not what this endpoint takes."}
-	case ReadTimeout:
-		return Answer{408, "The request took too long", "The body did not arrive in time. Nothing was done."}
-	case TooLarge:
-		return Answer{413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done."}
-	case Unavailable:
-		return Answer{503, "Not available", "The request could not be executed now. Retry with the same key."}
-	case Internal:
-	}
-	return Answer{500, "Internal error", "The request was not executed."}
+func (p Problem) Describe() Answer { return answers[p] }
+
+//nolint:gochecknoglobals // a table
+var answers = map[Problem]Answer{
+	KeyMissing:      {400, "Idempotency-Key is missing", "This request needs the header Idempotency-Key: a value of its own, the same at each try."},
+	KeyMalformed:    {400, "Idempotency-Key is malformed", "The header must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes."},
+	KeyInProgress:   {409, "The request is in progress", "A request with this key is being executed. Retry later with the same key."},
+	KeyUndecided:    {409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key."},
+	KeyAbandoned:    {409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key."},
+	TooManyWaiting:  {429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key."},
+	KeyReused:       {422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own."},
+	ResponseDropped: {410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept."},
+	KeyExpired:      {410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did."},
+	Unanswered:      {503, "The outcome is not known yet", "The request may have been executed. Retry with the same key to find out."},
+	Unauthenticated: {401, "Not authenticated", "The request has no principal."},
+	Unreadable:      {400, "The request cannot be read", "Its body ended early, or is not what this endpoint takes."},
+	ReadTimeout:     {408, "The request took too long", "The body did not arrive in time. Nothing was done."},
+	TooLarge:        {413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done."},
+	Unavailable:     {503, "Not available", "The request could not be executed now. Retry with the same key."},
+	Internal:        {500, "Internal error", "The request was not executed."},
 }
 
 // ProblemOf returns the problem for an error of the engine, or of a handler, and how long a client

@@ -218,19 +218,8 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if err != nil {
 		return false, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
 	}
-	_, err = o.answered(f.driveOn(ctx, h, request))
+	_, err = o.answered(f.drive(ctx, h, request))
 	return err == nil, err
-}
-
-// driveOn recovers a panic of a phase, which would end the whole program here, not only one
-// request.
-func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (response Response, err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("panic: %v", p)
-		}
-	}()
-	return f.drive(ctx, h, request)
 }
 
 // leave postpones an indeterminate key that the reconciler cannot decide yet, or a key of a flow
@@ -384,20 +373,15 @@ func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision Decision, err error) {
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
-	defer func() {
-		if p := recover(); p != nil {
-			decision, err = Unknown(), fmt.Errorf("panic: %v", p)
-		}
-	}()
 	var own Decision
 	err = f.within(ctx, undecided.Key, func() (err error) {
 		own, err = f.cfg.Reconcile(ctx, undecided)
 		return err
 	})
-	if errors.Is(err, errLeftBehind) {
+	if err != nil { // own may still be written
 		return Unknown(), err
 	}
-	return own, err
+	return own, nil
 }
 
 // carryOut returns the key to its phases, or finishes it.

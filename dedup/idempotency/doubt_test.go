@@ -308,7 +308,7 @@ func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 			die(true)
 			return err
 		}
-		flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{phase})
+		flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour, Strict: true}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{phase})
 		panicked := make(chan any, 1)
 		go func() {
 			defer func() { panicked <- recover() }()

@@ -205,7 +205,9 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 			return response, err
 		}
 		crashpoint.At(ctx, crashpoint.KeyClaimed)
-		return f.drive(ctx, h, request)
+		response, err = f.drive(ctx, h, request)
+		again(err)
+		return response, err
 	}))
 }
 
@@ -317,24 +319,8 @@ func (f *Flow[S]) knows(s *stored) error {
 
 // drive executes the phases that are not done, under the lock.
 func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Response, error) {
-	stop, returned := h.keep(ctx), false
-	defer func() {
-		stop()
-		if !returned { // a phase panicked, or ended the goroutine: without this the key would wait until the lock expires
-			p := recover()
-			f.dropped(ctx, h, p)
-			if p != nil {
-				panic(p)
-			}
-		}
-	}()
-	response, err := f.runPhases(ctx, h, request, stop)
-	returned = true
-	return response, err
-}
-
-// runPhases is drive without the handling of panics.
-func (f *Flow[S]) runPhases(ctx context.Context, h *holder, request []byte, stop func()) (Response, error) {
+	stop := h.keep(ctx)
+	defer stop()
 	step, err := f.step(h, request)
 	if err != nil {
 		return Response{}, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
@@ -371,22 +357,6 @@ func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 	return step, nil
 }
 
-// dropped releases the lock of a key whose phase did not return, or marks the key indeterminate if
-// the call may have been made.
-func (f *Flow[S]) dropped(ctx context.Context, h *holder, p any) {
-	cause := errors.New("a phase ended its goroutine")
-	if p != nil {
-		cause = fmt.Errorf("panic: %v", p)
-	}
-	var err error
-	if h.doubtful {
-		err = h.doubt(ctx, cause, f.cfg.CallMax)
-	} else {
-		err = errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), false))
-	}
-	f.op.cfg.Logger.ErrorContext(ctx, "a phase of a key did not return", "key", h.key, "error", err)
-}
-
 // retryAfter is how long the completer waits before it resumes a flow that failed.
 func (f *Flow[S]) retryAfter(h *holder) time.Duration {
 	return f.cfg.RetryAfter * time.Duration(min(1<<min(h.at.attempts-1, 10), 100))
@@ -413,7 +383,7 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 		return Response{}, cause // the phase may be done: after the lock expires, the next worker sees
 	case h.doubtful: // the call was made, and its result could not be stored
 		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
-	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
+	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !errors.As(cause, new(*unwound)) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		return f.settle(ctx, h, &FinalError{Response: h.o.failed(ctx, h.key, cause)}, stolen) // what happened is continued instead
 	}
 	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))

@@ -108,28 +108,21 @@ const callGrace = time.Second
 var errLeftBehind = errors.New("it did not return when its context ended, and was left behind: what it does now is lost")
 
 // within runs a function of the program, and leaves it behind if it does not return soon after ctx ended:
-// what it does then must not be used. A panic, and the end of its goroutine, are the caller's.
+// what it does then must not be used. A panic, or the end of its goroutine, is an unwound error.
 func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error {
-	type outcome struct {
-		err      error
-		panicked any
-		returned bool
-	}
-	ended := make(chan outcome, 1)
+	ended := make(chan error, 1)
 	f.running.add(key, 1)
 	go func() {
-		var o outcome
+		var err error = &unwound{} // unless it returns
 		defer func() {
-			if !o.returned {
-				if o.panicked = recover(); o.panicked != nil {
-					f.op.cfg.Logger.ErrorContext(ctx, "work on a key panicked", "key", key, "panic", o.panicked, "stack", string(debug.Stack()))
-				}
+			if p := recover(); p != nil {
+				f.op.cfg.Logger.ErrorContext(ctx, "work on a key panicked", "key", key, "panic", p, "stack", string(debug.Stack()))
+				err = &unwound{p}
 			}
-			ended <- o
+			ended <- err
 			f.running.add(key, -1)
 		}()
-		o.err = call()
-		o.returned = true
+		err = call()
 	}()
 	overdue := make(chan struct{})
 	defer context.AfterFunc(ctx, func() {
@@ -138,17 +131,33 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 		}
 	})()
 	select {
-	case o := <-ended:
-		switch {
-		case o.returned:
-			return o.err
-		case o.panicked != nil:
-			panic(o.panicked)
-		}
-		runtime.Goexit()
+	case err := <-ended:
+		return err
 	case <-overdue:
+		return errLeftBehind
 	}
-	return errLeftBehind
+}
+
+// unwound is the error of a function that panicked, or ended its goroutine: then the value is nil.
+type unwound struct{ panicked any }
+
+func (u *unwound) Error() string {
+	if u.panicked == nil {
+		return "it ended its goroutine"
+	}
+	return fmt.Sprintf("panic: %v", u.panicked)
+}
+
+// again does the same in the caller's goroutine, if err is one.
+func again(err error) {
+	var u *unwound
+	switch {
+	case !errors.As(err, &u):
+	case u.panicked == nil:
+		runtime.Goexit()
+	default:
+		panic(u.panicked)
+	}
 }
 
 // counts counts something of keys.

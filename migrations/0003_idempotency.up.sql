@@ -43,8 +43,7 @@ CREATE TABLE effectonce.idempotency_keys (
   sealed         boolean     NOT NULL DEFAULT false, -- data, request, headers and body are encrypted, each with the name of its key
   created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
   finished_at    timestamptz,
-  -- A finished key is forgotten then; null: never. So is a running one of which nothing happened and whose request is not
-  -- stored; if something may have happened, it is abandoned.
+  -- A key is forgotten then; null: never. An unfinished one of which something may have happened is abandoned instead.
   expires_at     timestamptz,
   -- The flow that claimed the key, so that no other one of the operation takes it. Null: work in one transaction claimed it.
   flow           varchar(255),

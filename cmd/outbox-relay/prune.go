@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
@@ -14,7 +15,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // pruneMax bounds a run, which waits for locks in short steps and sweeps a bounded part.
@@ -35,7 +35,9 @@ the owner of the tables.
 Exit status 1 if another process does it, or if a lock was not available: try again.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return prune(cmd.Context(), s, dryRun, asJSON, cmd.OutOrStdout())
+			return s.OnSchemaFor(cmd.Context(), pruneMax, func(ctx context.Context, pool *pgxpool.Pool) error {
+				return prune(ctx, pool, s.Schema, dryRun, asJSON, cmd.OutOrStdout())
+			})
 		},
 	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what would be forgotten and dropped")
@@ -43,18 +45,8 @@ Exit status 1 if another process does it, or if a lock was not available: try ag
 	return cmd
 }
 
-func prune(ctx context.Context, s *cli.Settings, dryRun, asJSON bool, out io.Writer) error {
-	ctx, cancel := context.WithTimeout(ctx, pruneMax)
-	defer cancel()
-	pool, err := s.ConnectPrimary(ctx, 1)
-	if err != nil {
-		return err
-	}
-	defer pool.Close()
-	if err := migrations.Check(ctx, pool, migrations.Options{Schema: s.Schema}); err != nil {
-		return err
-	}
-	claims, err := dedup.New(dedup.Config{Schema: s.Schema})
+func prune(ctx context.Context, pool *pgxpool.Pool, schema string, dryRun, asJSON bool, out io.Writer) error {
+	claims, err := dedup.New(dedup.Config{Schema: schema})
 	if err != nil {
 		return err
 	}

@@ -16,29 +16,32 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Run completes flows that clients gave up, calls the reconciler for indeterminate keys, and
-// forgets old keys, until ctx ends and its current work has ended: a flow stops between two phases.
+// Run completes flows that clients gave up, calls the reconciler for indeterminate keys, compares
+// ledgers, and forgets old keys, until ctx ends and its current work has ended: a flow stops between two phases.
 // These loops do not wait for each other, nor, while there are free slots (FlowConfig.AtOnceMax), for
 // a slow flow. Any number of replicas may run it: locks and tokens coordinate them. It logs errors
 // and continues.
 func (f *Flow[S]) Run(ctx context.Context) {
 	var loops, flows sync.WaitGroup
-	loop := func(work func(ctx context.Context) error) {
-		loops.Go(func() { every(ctx, f.op, f.cfg.Every, work) })
+	loop := func(period time.Duration, work func(ctx context.Context) error) {
+		loops.Go(func() { every(ctx, f.op, period, work) })
 	}
-	loop(func(ctx context.Context) error {
+	loop(f.cfg.Every, func(ctx context.Context) error {
 		return f.complete(ctx, &flows, func(_ bool, err error) { f.op.logFailure(ctx, err) })
 	})
 	if f.cfg.Reconcile != nil {
-		loop(func(ctx context.Context) error {
+		loop(f.cfg.Every, func(ctx context.Context) error {
 			_, err := f.Reconcile(ctx)
 			return err
 		})
 	}
-	loop(func(ctx context.Context) error {
+	loop(f.cfg.Every, func(ctx context.Context) error {
 		_, err := f.op.Reap(ctx)
 		return err
 	})
+	if len(f.cfg.Ledgers) > 0 {
+		loop(f.cfg.CompareEvery, f.compareAll)
+	}
 	loops.Wait()
 	flows.Wait()
 }

@@ -64,6 +64,11 @@ type FlowConfig[S any] struct {
 	// Every is how often Run checks for abandoned, indeterminate and old keys. 10 ms to 1 h;
 	// default 10 s.
 	Every time.Duration
+	// Ledgers are what foreign systems say that they did, by the name of the phase that calls them. Run compares
+	// them with the keys: see Flow.Compare. Default: none.
+	Ledgers map[string]Ledger
+	// CompareEvery is how often. 1 s to 24 h; default 1 h.
+	CompareEvery time.Duration
 	// Reconcile asks the foreign system, or its records, for the result of a call whose outcome is
 	// unknown. It is not called for keys of Operation.Once. It is called concurrently for several
 	// keys. Default: a person decides.
@@ -163,6 +168,11 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 			})...)
 		}
 		f.names = append(f.names, phase.Name)
+	}
+	for phase, ledger := range f.cfg.Ledgers {
+		if ledger == nil || !f.makesCall(phase) {
+			problems = append(problems, bounds.Problem("Ledgers", fmt.Sprintf("%q", phase), "the name of a phase with a Call, and a ledger that is not nil"))
+		}
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err

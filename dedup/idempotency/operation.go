@@ -78,6 +78,8 @@ type Hooks struct {
 	Reaped func(keys int64)
 	// Weak is called for each weakness of the value of a key that a request brings: see Advise.
 	Weak func(operation string, weakness Weakness)
+	// Compared is called after each comparison with a ledger, with the numbers of differences: see Flow.Compare.
+	Compared func(operation, phase string, differences map[DifferenceKind]int)
 }
 
 // Verdict says how a request ended.

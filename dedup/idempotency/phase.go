@@ -265,6 +265,7 @@ func (c *FlowConfig[S]) checkDurations() []error {
 		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "GiveUpAfter", Value: &c.GiveUpAfter, Default: 22 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "CompareEvery", Value: &c.CompareEvery, Default: time.Hour, Min: time.Second, Max: 24 * time.Hour},
 		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 	)
 }

@@ -92,15 +92,21 @@ UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_toke
   expires_at = CASE WHEN request IS NULL THEN clock_timestamp() + $7::interval END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isIndeterminate
 
+// compareSQL lists the keys of an operation: whether each still runs, whether phase $2 is done, and whether it
+// was claimed after $3 and last changed before $4.
+const compareSQL = `-- idempotency.compare
+SELECT scope, key, state OPERATOR(pg_catalog.=) 'running', $2 = ANY (phases), created_at > $3 AND coalesce(finished_at, phase_since, created_at) < $4
+FROM effectonce.idempotency_keys WHERE operation OPERATOR(pg_catalog.=) $1`
+
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, undecidedKeys, decided                        string
+	abandoned, leave, undecidedKeys, decided, compare               string
 }
 
 func newFlowQueries(in func(string) string) flowQueries {
 	return flowQueries{
 		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL), compare: in(compareSQL),
 	}
 }

@@ -5,9 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"runtime"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -388,42 +386,6 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, decided)
 	require.Equal(t, []string{"ship"}, asked)
-}
-
-// Property: the documented comparison with a provider's list finds what is only here, only there,
-// or not known here, and nothing else, whatever is in a key's name. Row H5 of guarantees.md.
-func TestDocumentedComparison(t *testing.T) {
-	t.Parallel()
-	text, err := os.ReadFile("../../docs/how-to/http-keys.md")
-	require.NoError(t, err)
-	_, section, found := strings.Cut(string(text), "\n## Comparing requests with a provider's list\n")
-	require.True(t, found)
-	_, sql, found := strings.Cut(section, "```sql\n")
-	require.True(t, found)
-	sql, _, _ = strings.Cut(sql, ";\n```")
-
-	pool := pgtest.PoolWith(t, `CREATE TABLE effects (name text); CREATE TABLE provider (reference uuid); INSERT INTO provider VALUES (gen_random_uuid())`)
-	op, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
-	require.NoError(t, err)
-	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(s *step) error {
-		if s.Key.Value == "did not act" {
-			return nil
-		}
-		_, err := pool.Exec(t.Context(), `INSERT INTO provider VALUES ($1)`, s.ChildID())
-		if s.Key.Value == "acted, not done here" {
-			err = idempotency.Indeterminate(errAway)
-		}
-		return err
-	}), ends("ship")})
-	for _, value := range []string{"agrees", "Ümläut 'x'", "did not act", "acted, not done here"} {
-		_, err := flow.Do(t.Context(), key(value), nil)
-		require.Equal(t, value == "acted, not done here", err != nil)
-	}
-	rows, err := pool.Query(t.Context(), `SELECT provider || '/' || coalesce(key, provider) || '/' || coalesce(state, 'none') FROM (`+sql+`) q ORDER BY 1`)
-	require.NoError(t, err)
-	got, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	require.Equal(t, []string{"acted for no key/acted for no key/none", "acted, not done here/acted, not done here/indeterminate", "did not act/did not act/finished"}, got)
 }
 
 // Property: an operation has one flow in a program. Flows of other programs for the same operation,

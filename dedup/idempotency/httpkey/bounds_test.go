@@ -28,13 +28,12 @@ func TestNewReportsAllProblems(t *testing.T) {
 	t.Parallel()
 	_, err := httpkey.New(nil, nil, httpkey.Config{
 		Operation:       idempotency.Config{ResponseBytesMax: 100},
-		PassThrough:     []string{"get", ""},
-		PassWithoutKey:  []string{"put"},
+		PassWithoutKey:  []string{"put", ""},
 		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "ReadTimeout -1ns",
+		"scope is nil", "pool is nil", "Operation", `PassWithoutKey "put"`, `PassWithoutKey ""`, "RequestBytesMax -1", "ReadTimeout -1ns",
 		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
@@ -121,7 +120,7 @@ func TestNoTransactionWithoutMiddleware(t *testing.T) {
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	require.NoError(t, err)
 	for _, use := range []func(){func() { httpkey.Tx(r) }, func() { httpkey.Key(r) }, func() { httpkey.Fail(r, io.EOF) }} {
-		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey", use)
+		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassWithoutKey", use)
 	}
 	_, there := httpkey.TxOf(r)
 	require.False(t, there)
@@ -214,7 +213,7 @@ func TestFilesOfFormsAreRemoved(t *testing.T) {
 			httpkey.Fail(r, &pgconn.PgError{Code: "40001"})
 		}
 	}))
-	ship := m.For("ship")
+	ship := newMiddleware(t, newPool(t), operation(idempotency.Config{Operation: "ship"}))
 	flow := newFlowHandler(t, ship, shipped(t, ship, idempotency.FlowConfig[charge]{}), func(r *http.Request) ([]byte, error) { return nil, parse(r) })
 	for _, handler := range []http.Handler{handler, flow} {
 		a, err := serve(t, handler).ask(t.Context(), http.MethodPost, "/scans", "k", body.String(), "Content-Type", form.FormDataContentType())

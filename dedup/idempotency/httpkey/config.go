@@ -3,13 +3,8 @@ package httpkey
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
-	"net/url"
-	"slices"
-	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -32,20 +27,16 @@ var ErrUnauthenticated = serving.ErrUnauthenticated
 type Config struct {
 	// Operation configures the keys: the name, which is required, window, waiting, encryption. One
 	// name may serve all routes; one of these may be a flow. A key that is sent again for another
-	// method, path or query is a mismatch. For separate names see Middleware.For.
+	// method, path or query is a mismatch.
 	Operation idempotency.Config
 	// Optional accepts requests without a key. They get a random one, so that the handler still has
 	// its transaction. Default: 400.
 	Optional bool
-	// PassThrough are the methods whose keys are ignored: they get no transaction and no replay.
-	// Default GET, HEAD, OPTIONS and TRACE, which change nothing.
-	PassThrough []string
-	// PassWithoutKey are the methods that pass through only if they come without a key. With a key,
-	// which a client sends because it relies on it, they are executed once, like any other. Default
-	// PUT and DELETE, which HTTP defines as idempotent, if PassThrough is nil, too; none if it is
-	// not. Empty and not nil: none. A handler of such a method calls TxOf for its transaction: what
-	// it writes on another connection is committed independently of the key, and needs a connection
-	// in addition to that of the request.
+	// PassWithoutKey are the methods that pass through if they come without a key, without a transaction.
+	// With a key, which a client sends because it relies on it, they are executed once, like any other.
+	// Default PUT and DELETE, which HTTP defines as idempotent. Empty and not nil: none. A handler of
+	// such a method calls TxOf for its transaction: what it writes on another connection is committed
+	// independently of the key, and needs a connection in addition to that of the request.
 	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
@@ -73,23 +64,16 @@ type Config struct {
 	// Describe writes the body of an answer that this package gives instead of the handler's, and
 	// returns its media type. It does not affect status and headers. Default: ProblemJSON.
 	Describe func(r *http.Request, answer Answer) (contentType string, body []byte)
-	// DocsURL documents the use of keys by this API for clients. It becomes the Link, of relation
-	// describedby, that the draft of the header recommends with 400, 409 and 422. An absolute URL
-	// of http or https; default: no Link.
-	DocsURL string
 	// RetryAfter is the Retry-After sent with 503. 1 s to 1 h; default 1 s.
 	RetryAfter time.Duration
 }
 
 // Middleware executes requests once for each key. It is safe for concurrent use.
 type Middleware struct {
-	pool  *pgxpool.Pool
 	op    *idempotency.Operation
 	scope Scope
 	cfg   Config
 	keep  map[string]bool
-	log   *slog.Logger
-	all   *operations
 }
 
 // New returns a middleware, or all problems of its configuration at once. It opens no connection.
@@ -99,10 +83,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	if scope == nil {
 		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a request"))
 	}
-	m := &Middleware{pool: pool, scope: scope, cfg: cfg, keep: map[string]bool{}, log: cfg.Operation.Logger, all: &operations{}}
-	if m.log == nil {
-		m.log = slog.New(slog.DiscardHandler)
-	}
+	m := &Middleware{scope: scope, cfg: cfg, keep: map[string]bool{}}
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
@@ -119,35 +100,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 		return nil, err
 	}
 	m.op = op
-	m.all.of = map[string]*Middleware{cfg.Operation.Operation: m}
 	return m, nil
-}
-
-// operations holds the middlewares of one New, by the names of their operations.
-type operations struct {
-	mu sync.Mutex
-	of map[string]*Middleware
-}
-
-// For returns the middleware of another operation, with the same settings: the same key in two
-// operations is two keys, and each may have a flow. Repeated calls with a name return the same
-// middleware; bounds of waiting requests and stored keys apply to each. It panics if the name is
-// out of bounds (Config.Operation), since routes are made with constants.
-func (m *Middleware) For(operation string) *Middleware {
-	m.all.mu.Lock()
-	defer m.all.mu.Unlock()
-	if known := m.all.of[operation]; known != nil {
-		return known
-	}
-	other := *m
-	other.cfg.Operation.Operation = operation
-	op, err := serving.New(m.pool, other.cfg.Operation, failed, other.cfg.HandlerTimeout)
-	if err != nil {
-		panic(fmt.Sprintf("httpkey: Middleware.For(%q): %v", operation, err))
-	}
-	other.op = op
-	m.all.of[operation] = &other
-	return &other
 }
 
 // Operation returns the operation that stores the keys: for idempotency.NewFlow, and for its Run.
@@ -167,17 +120,12 @@ func (c *Config) check() []error {
 	if c.BufferBytesMax < c.Operation.ResponseBytesMax {
 		problems = append(problems, bounds.Problem("BufferBytesMax", c.BufferBytesMax, fmt.Sprintf("at least Operation.ResponseBytesMax, %d", c.Operation.ResponseBytesMax)))
 	}
-	if c.PassWithoutKey == nil && c.PassThrough == nil { // otherwise a custom list without PUT would accept it without a key
+	if c.PassWithoutKey == nil {
 		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
 	}
-	if c.PassThrough == nil {
-		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}
-	}
-	for field, methods := range map[string][]string{"PassThrough": c.PassThrough, "PassWithoutKey": c.PassWithoutKey} {
-		for _, method := range methods {
-			if !isName(method) || method != strings.ToUpper(method) {
-				problems = append(problems, bounds.Problem(field, fmt.Sprintf("%q", method), "a method in capitals"))
-			}
+	for _, method := range c.PassWithoutKey {
+		if !isName(method) || method != strings.ToUpper(method) {
+			problems = append(problems, bounds.Problem("PassWithoutKey", fmt.Sprintf("%q", method), "a method in capitals"))
 		}
 	}
 	for _, name := range c.Headers {
@@ -187,9 +135,6 @@ func (c *Config) check() []error {
 		case idempotency.NeverStored(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
 		}
-	}
-	if docs, err := url.Parse(c.DocsURL); c.DocsURL != "" && (err != nil || docs.Host == "" || !slices.Contains([]string{"http", "https"}, docs.Scheme) || strings.ContainsAny(c.DocsURL, "<> ")) {
-		problems = append(problems, bounds.Problem("DocsURL", strconv.Quote(c.DocsURL), "an absolute URL of http or https"))
 	}
 	if c.Describe == nil {
 		c.Describe = ProblemJSON

@@ -62,7 +62,7 @@
 // have no such ID, nothing prevents a second execution: make the window longer than clients retry.
 //
 // POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with
-// one. GET, HEAD, OPTIONS and TRACE pass through. See Config.PassThrough and Config.PassWithoutKey.
+// one. GET, HEAD, OPTIONS and TRACE pass through. See Config.PassWithoutKey.
 //
 // Calls to other systems do not belong in a transaction: see FlowHandler. Slow work is answered
 // with 202 and done by a consumer: see examples/accepted.

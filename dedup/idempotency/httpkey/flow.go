@@ -13,8 +13,7 @@ import (
 
 // FlowHandler is an endpoint whose work runs in phases because it calls other systems: it claims
 // the key and answers with the flow's outcome, as Middleware.Handler does with a transaction's.
-// Make the flow with m.Operation(); a second flow needs an operation with another name: see
-// Middleware.For. Pass only headers to Step.Finish that may be shown again.
+// Make the flow with m.Operation(); a second flow needs a Middleware of another operation. Pass only headers to Step.Finish that may be shown again.
 //
 // request converts a request, whose body is read already, to the input of the phases; nil: the body
 // is the input. Nothing is stored at that point: an error is answered with 400, or with the
@@ -44,7 +43,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		response, err := flow.Do(ctx, key, body) //nolint:contextcheck // it outlives its client
 		switch {
 		case err != nil:
-			m.failFlow(w, r, key, err)
+			m.fail(w, r, key, err, true, true)
 		case response.Replayed:
 			m.replay(w, r, response)
 		default:
@@ -67,7 +66,7 @@ func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []e
 // it cannot.
 func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request func(r *http.Request) ([]byte, error)) (idempotency.Key, []byte, bool) {
 	if e := serving.From(r.Context()); e != nil && e.Key.Operation == m.cfg.Operation.Operation {
-		m.log.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
+		m.op.Config().Logger.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
 		m.refuse(w, r, ProblemInternal, 0)
 		return idempotency.Key{}, nil, false
 	}
@@ -98,17 +97,4 @@ func (m *Middleware) made(r *http.Request, request func(r *http.Request) ([]byte
 // outliving returns a context that does not end with the client.
 func (m *Middleware) outliving(r *http.Request) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
-}
-
-// failFlow answers for a flow that stopped. An error of a phase is not an outcome: the flow can be
-// resumed.
-func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error) {
-	kind, retryAfter := m.problem(err)
-	if kind == ProblemInternal {
-		kind, retryAfter = ProblemUnavailable, m.cfg.RetryAfter
-	}
-	if describe(kind).Status >= http.StatusInternalServerError {
-		m.log.ErrorContext(r.Context(), "a flow stopped before its end", "key", key, "problem", kind, "error", err)
-	}
-	m.refuse(w, r, kind, retryAfter)
 }

@@ -37,5 +37,5 @@ func Key(r *http.Request) idempotency.Key { return of(r).Key }
 func Fail(r *http.Request, err error) { of(r).Err = err }
 
 func of(r *http.Request) *serving.Exchange {
-	return serving.Of(r.Context(), "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey")
+	return serving.Of(r.Context(), "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassWithoutKey")
 }

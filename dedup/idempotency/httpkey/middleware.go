@@ -7,7 +7,6 @@ import (
 	"io"
 	"net/http"
 	"slices"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -27,7 +26,7 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
 		// Inside of another middleware, which holds the key already, this one would wait for it.
-		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || serving.From(r.Context()) != nil {
+		if keyless || serving.Safe(r.Method) || serving.From(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
 		}
@@ -87,7 +86,7 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	case err != nil:
 		m.refuse(w, r, ProblemUnreadable, 0)
 	case consumed(r, len(content)):
-		m.log.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which needs it to distinguish requests: it is refused; "+
+		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which needs it to distinguish requests: it is refused; "+
 			"put the middleware in front of what reads the body")
 		m.refuse(w, r, ProblemInternal, 0)
 	default:
@@ -140,7 +139,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case errors.As(err, &forgotten):
 		m.first(w, r, answered)
 	case err != nil:
-		m.fail(w, r, key, err, started || r.Context().Err() == nil)
+		m.fail(w, r, key, err, started || r.Context().Err() == nil, false)
 	case stored.Replayed:
 		m.replay(w, r, stored)
 	case answered.Status != 0 && serving.Same(stored, kept):
@@ -182,19 +181,13 @@ func removeFiles(run, r *http.Request) {
 
 // fail answers an error of the engine, or of a handler that called Fail. told: the error is worth
 // logging even if the client is gone; a client that left before its work began is not.
-func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
-	kind, retryAfter := m.problem(err)
-	if told && describe(kind).Status >= http.StatusInternalServerError {
-		text := "a request was not executed"
-		if kind == ProblemUnanswered {
-			text = "a request is answered without its outcome"
-		}
-		m.log.ErrorContext(r.Context(), text, "key", key, "problem", kind, "error", err)
-	}
-	m.refuse(w, r, kind, retryAfter)
-}
-
-func (m *Middleware) problem(err error) (Problem, time.Duration) {
+func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told, flow bool) {
 	problem, retryAfter := serving.ProblemOf(err, m.cfg.RetryAfter)
-	return urn + Problem(problem), retryAfter
+	if flow && problem == serving.Internal { // an error of a phase is no outcome: the flow can be resumed
+		problem, retryAfter = serving.Unavailable, m.cfg.RetryAfter
+	}
+	if told && problem.Describe().Status >= http.StatusInternalServerError {
+		m.op.Config().Logger.ErrorContext(r.Context(), "a request is answered without an outcome", "key", key, "problem", problem, "error", err)
+	}
+	m.refuse(w, r, urn+Problem(problem), retryAfter)
 }

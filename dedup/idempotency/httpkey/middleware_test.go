@@ -44,13 +44,8 @@ func TestMethodsThatPassThrough(t *testing.T) {
 	}
 	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"}, passes(httpkey.Config{}, ""))
 	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{}, "k"))
-	changed := httpkey.Config{PassThrough: []string{"PUT"}, PassWithoutKey: []string{"POST", "PUT"}}
-	require.Equal(t, []string{"PUT", "POST"}, passes(changed, ""))
-	require.Equal(t, []string{"PUT"}, passes(changed, "k"))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "POST"}, passes(httpkey.Config{PassWithoutKey: []string{"POST"}}, ""))
 	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{PassWithoutKey: []string{}}, ""))
-	for _, own := range [][]string{{"GET"}, {}} {
-		require.Equal(t, own, append([]string{}, passes(httpkey.Config{PassThrough: own}, "")...), "a list of its own does not get longer")
-	}
 }
 
 // Property: a failure after a success rolls back, stores nothing and is 500, whether the handler
@@ -146,32 +141,9 @@ func TestTimeLimitsAgree(t *testing.T) {
 		}
 	}
 	m := newMiddleware(t, pool, httpkey.Config{})
-	_, err := httpkey.FlowHandler(m, shipped(t, m.For("ship"), idempotency.FlowConfig[charge]{CallMax: time.Hour}), nil)
+	_, err := httpkey.FlowHandler(m, shipped(t, newMiddleware(t, pool, operation(idempotency.Config{Operation: "ship"})), idempotency.FlowConfig[charge]{CallMax: time.Hour}), nil)
 	require.ErrorContains(t, err, `flow is of operation "ship" in schema "effectonce": want one of this Middleware's Operation, "api" in "effectonce"`)
 	require.ErrorContains(t, err, "FlowConfig.CallMax 1h0m0s", "all problems at once")
-}
-
-// Property: one Middleware serves several operations: the same key of two of them is two requests,
-// each with its own replay, and its own flow; settings are shared, and a name is always the same
-// operation.
-func TestOneMiddlewareForSeveralOperations(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	m := newMiddleware(t, pool, httpkey.Config{RequestBytesMax: 3})
-	ship := m.For("ship")
-	require.Same(t, ship, m.For("refund").For("ship"))
-	require.Same(t, m, ship.For("api"))
-	for status, handler := range map[int]http.Handler{201: m.Handler(insert(201)), 202: m.For("order").Handler(insert(202)), 206: newFlowHandler(t, ship, shipped(t, ship, idempotency.FlowConfig[charge]{}), nil)} {
-		s := serve(t, handler)
-		for _, replayed := range []bool{false, true} {
-			a := s.post(t, "k", "a")
-			require.Equal(t, status, a.status, a.body)
-			require.Equal(t, replayed, a.replayed())
-		}
-		requireProblem(t, s.post(t, "l", "long"), 413, httpkey.ProblemTooLarge)
-	}
-	require.Equal(t, 3, keys(t, pool))
-	require.Panics(t, func() { m.For(strings.Repeat("a", 256)) })
 }
 
 type charge struct{ Receipt string }

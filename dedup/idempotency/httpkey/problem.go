@@ -71,12 +71,6 @@ func (m *Middleware) send(w http.ResponseWriter, r *http.Request, answer Answer)
 	if answer.RetryAfter > 0 {
 		header.Set("Retry-After", strconv.Itoa(max(1, int(math.Ceil(answer.RetryAfter.Seconds())))))
 	}
-	switch answer.Status {
-	case http.StatusBadRequest, http.StatusConflict, http.StatusUnprocessableEntity: // section 2.7 of the header's draft
-		if m.cfg.DocsURL != "" {
-			header.Add("Link", "<"+m.cfg.DocsURL+`>; rel="describedby"; type="text/html"`)
-		}
-	}
 	w.WriteHeader(answer.Status)
 	_, _ = w.Write(body) // a client that is gone retries
 }

@@ -54,7 +54,7 @@ func stripe(r *http.Request, answer httpkey.Answer) (contentType string, body []
 	return "application/json", body
 }
 
-// An API whose errors have Stripe's format. Status, Retry-After and Link are unchanged.
+// An API whose errors have Stripe's format. Status and Retry-After are unchanged.
 func ExampleConfig_stripe() {
 	pool, err := pgxpool.New(context.Background(), os.Getenv("DATABASE_URL"))
 	if err != nil {
@@ -64,36 +64,30 @@ func ExampleConfig_stripe() {
 	once, err := httpkey.New(pool, tenantOf, httpkey.Config{
 		Operation: idempotency.Config{Operation: "payments-api"},
 		Describe:  stripe,
-		DocsURL:   "https://docs.example.com/idempotency",
 	})
 	if err != nil {
 		panic(err)
 	}
 	w := httptest.NewRecorder()
 	once.Handler(http.NotFoundHandler()).ServeHTTP(w, httptest.NewRequestWithContext(context.Background(), http.MethodPost, "/v1/charges", nil))
-	fmt.Println(w.Code, w.Header().Get("Link"))
+	fmt.Println(w.Code)
 	fmt.Println(w.Body)
 	// Output:
-	// 400 <https://docs.example.com/idempotency>; rel="describedby"; type="text/html"
+	// 400
 	// {"error":{"message":"This request needs the header Idempotency-Key: a value of its own, the same at each try.","request_id":"","type":"idempotency_error"}}
 }
 
 // Property: the hook writes the body of every answer that is not the handler's, and of none that
-// is; clients that used a key wrongly get a link to the documentation, in addition to links of
-// outer layers.
+// is.
 func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	inner := newMiddleware(t, pool, httpkey.Config{
-		Operation: idempotency.Config{ResponseBytesMax: 4}, RequestBytesMax: 10, DocsURL: "https://docs.example.com/keys",
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{
+		Operation: idempotency.Config{ResponseBytesMax: 4}, RequestBytesMax: 10,
 		Describe: func(_ *http.Request, answer httpkey.Answer) (string, []byte) {
 			return "text/x-own", []byte(fmt.Sprint(answer.Problem, " ", answer.Status, " ", answer.Outcome, " ", answer.Title != "" && answer.Detail != ""))
 		},
-	}).Handler(insert(201))
-	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("Link", "</>; rel=home")
-		inner.ServeHTTP(w, r)
-	}))
+	}).Handler(insert(201)))
 	require.Equal(t, "made a", s.post(t, "k", "a").body)
 	for _, c := range []struct {
 		key, body string
@@ -110,15 +104,6 @@ func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
 		require.Equal(t, c.status, a.status)
 		require.Equal(t, "text/x-own", a.header.Get("Content-Type"))
 		require.Equal(t, fmt.Sprint(c.kind, " ", c.status, " ", c.outcome, " true"), a.body)
-		links := []string{"</>; rel=home"}
-		if c.status == 400 || c.status == 422 {
-			links = append(links, `<https://docs.example.com/keys>; rel="describedby"; type="text/html"`)
-		}
-		require.Equal(t, links, a.header.Values("Link"))
-	}
-	for _, bad := range []string{"/keys", "ftp://example.com", "https://", "https://example.com/a b", "https://example.com/>;"} {
-		_, err := httpkey.New(pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}, DocsURL: bad})
-		require.ErrorContains(t, err, "want an absolute URL")
 	}
 }
 

@@ -2,6 +2,7 @@ package httpkey_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -39,7 +40,7 @@ func tenantOf(r *http.Request) (string, error) {
 
 func newMiddleware(t *testing.T, pool *pgxpool.Pool, cfg httpkey.Config) *httpkey.Middleware {
 	t.Helper()
-	cfg.Operation.Operation = "api"
+	cfg.Operation.Operation = cmp.Or(cfg.Operation.Operation, "api")
 	m, err := httpkey.New(pool, tenantOf, cfg)
 	require.NoError(t, err)
 	return m

@@ -4,9 +4,10 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptrace"
-	"slices"
 	"strings"
 	"sync/atomic"
+
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // Single returns a RoundTripper that sends each request once through base, for any http.Client of a
@@ -35,7 +36,7 @@ type single struct{ base http.RoundTripper }
 
 // RoundTrip implements http.RoundTripper.
 func (s single) RoundTrip(r *http.Request) (*http.Response, error) {
-	if safe(r.Method) && r.Response != nil { // the target of a redirect: the request with the effect is done
+	if serving.Safe(r.Method) && r.Response != nil { // the target of a redirect: the request with the effect is done
 		return s.base.RoundTrip(r)
 	}
 	response, err := sendOnce(s.base, r)
@@ -44,7 +45,7 @@ func (s single) RoundTrip(r *http.Request) (*http.Response, error) {
 	}
 	switch response.StatusCode {
 	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
-		if !safe(r.Method) {
+		if !serving.Safe(r.Method) {
 			response.Header.Del("Location") // a http.Client has the body to send it again
 		}
 	}
@@ -76,8 +77,3 @@ func (e *notSentError) Unwrap() error { return e.error }
 
 // NotSent is the method that package idempotency looks for.
 func (e *notSentError) NotSent() bool { return true }
-
-// safe methods change nothing.
-func safe(method string) bool {
-	return method == "" || slices.Contains([]string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}, method)
-}

@@ -135,7 +135,7 @@ func (c *call) chooseKey(r *http.Request) error {
 		return fmt.Errorf("%d headers %s: want one", len(values), header)
 	case len(values) == 1:
 		c.key = values[0]
-	case safe(r.Method):
+	case serving.Safe(r.Method):
 		return nil
 	case r.Response != nil && r.Response.Request != nil && r.Response.Request.Header.Get(header) != "":
 		c.key = r.Response.Request.Header.Get(header) // of the request that was redirected

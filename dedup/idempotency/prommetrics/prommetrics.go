@@ -9,6 +9,8 @@
 //   - effectonce_idempotency_requests_total{operation, outcome}: requests; the outcomes are the
 //     values of idempotency.Verdict
 //   - effectonce_idempotency_keys_forgotten_total: expired keys that this process forgot
+//   - effectonce_idempotency_differences{operation, phase, kind}: calls that, at the last comparison with a
+//     ledger, only the keys or only the foreign system had: see idempotency.Flow.Compare
 //   - effectonce_idempotency_weak_keys_total{operation, weakness}: requests whose key another client
 //     could have, or guess: the values of idempotency.Weakness
 //
@@ -29,22 +31,19 @@ import (
 // of the same counters. The series of the named operations exist, at 0, before the first request,
 // so that a rate includes it.
 func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.Hooks, error) {
-	requests, err := registered(registerer, prometheus.NewCounterVec(prometheus.CounterOpts{
+	requests, problem1 := registered(registerer, prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "effectonce_idempotency_requests_total", Help: "Requests with idempotency keys, by outcome.",
 	}, []string{"operation", "outcome"}))
-	if err != nil {
-		return idempotency.Hooks{}, err
-	}
-	forgotten, err := registered(registerer, prometheus.NewCounter(prometheus.CounterOpts{
+	forgotten, problem2 := registered(registerer, prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "effectonce_idempotency_keys_forgotten_total", Help: "Idempotency keys that were forgotten because their window was over.",
 	}))
-	if err != nil {
-		return idempotency.Hooks{}, err
-	}
-	weak, err := registered(registerer, prometheus.NewCounterVec(prometheus.CounterOpts{
+	weak, problem3 := registered(registerer, prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "effectonce_idempotency_weak_keys_total", Help: "Requests whose idempotency key is weak, by weakness.",
 	}, []string{"operation", "weakness"}))
-	if err != nil {
+	differences, problem4 := registered(registerer, prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "effectonce_idempotency_differences", Help: "Calls that, at the last comparison, only the keys or only the foreign system had.",
+	}, []string{"operation", "phase", "kind"}))
+	if err := errors.Join(problem1, problem2, problem3, problem4); err != nil {
 		return idempotency.Hooks{}, err
 	}
 	for _, operation := range operations {
@@ -59,6 +58,11 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 		Reaped: func(keys int64) { forgotten.Add(float64(keys)) },
 		Weak: func(operation string, weakness idempotency.Weakness) {
 			weak.WithLabelValues(operation, string(weakness)).Inc()
+		},
+		Compared: func(operation, phase string, found map[idempotency.DifferenceKind]int) {
+			for kind, n := range found {
+				differences.WithLabelValues(operation, phase, string(kind)).Set(float64(n))
+			}
 		},
 	}, nil
 }

@@ -87,14 +87,17 @@ func TestRequestsAreCounted(t *testing.T) {
 	_, err = refunds.Reap(ctx)
 	require.NoError(t, err)
 
+	first.Compared("order", "charge", map[idempotency.DifferenceKind]int{idempotency.DidNotAct: 2, idempotency.ActedForNoKey: 0})
+
 	found := scraped(t, registry)
 	for series, want := range map[string]string{
 		`effectonce_idempotency_requests_total{operation="order",outcome="executed"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="replayed"}`: "2",
 		`effectonce_idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="failed"}`: "1",
 		`effectonce_idempotency_requests_total{operation="order",outcome="invalid"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="in_progress"}`: "1",
-		`effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
-		`effectonce_idempotency_keys_forgotten_total`:                                  "2",
-		`effectonce_idempotency_weak_keys_total{operation="order",weakness="short"}`:   "2",
+		`effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`:            "1",
+		`effectonce_idempotency_differences{kind="did_not_act",operation="order",phase="charge"}`: "2",
+		`effectonce_idempotency_keys_forgotten_total`:                                             "2",
+		`effectonce_idempotency_weak_keys_total{operation="order",weakness="short"}`:              "2",
 	} {
 		require.Equal(t, want, found[series], series)
 	}

@@ -10,6 +10,7 @@ import (
 	"io"
 	"maps"
 	"net"
+	"net/http"
 	"slices"
 	"strings"
 	"time"
@@ -47,6 +48,11 @@ func New(pool *pgxpool.Pool, cfg idempotency.Config, failed func(error) idempote
 func ValidKey(value string) bool {
 	invisible := func(r rune) bool { return r <= ' ' || r > '~' }
 	return value != "" && len(value) <= 255 && !strings.ContainsFunc(value, invisible)
+}
+
+// Safe reports whether a method changes nothing, so that a key is ignored.
+func Safe(method string) bool {
+	return method == "" || slices.Contains([]string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}, method)
 }
 
 // CheckScope returns the problem of what a Scope returned, or "".

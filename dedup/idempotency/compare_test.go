@@ -1,0 +1,111 @@
+package idempotency_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/testwait"
+)
+
+// ledger is what a foreign system says that it did.
+type ledger struct {
+	acted  []uuid.UUID
+	since  time.Time
+	during func()
+	err    error
+}
+
+func (l *ledger) References(_ context.Context, since time.Time) ([]uuid.UUID, error) {
+	l.since = since
+	if l.during != nil {
+		l.during()
+	}
+	return l.acted, l.err
+}
+
+// Property: a comparison reports each call that one side has and the other has not, and nothing else:
+// not a call that is under way, nor one that was made after the list was, nor one that is older than it.
+func TestCompareFindsWhatDiffers(t *testing.T) {
+	t.Parallel()
+	pool, said, l := newPool(t), &bytes.Buffer{}, &ledger{}
+	child := func(value string) uuid.UUID {
+		k := key(value)
+		k.Operation = "order"
+		return k.ChildID("charge")
+	}
+	failure := error(nil)
+	compared := make(chan map[idempotency.DifferenceKind]int, 9)
+	o := newOperation(t, pool, idempotency.Config{Window: 4 * time.Hour, Logger: slog.New(slog.NewTextHandler(said, nil)), Hooks: idempotency.Hooks{
+		Compared: func(operation, phase string, differences map[idempotency.DifferenceKind]int) {
+			require.Equal(t, []string{"order", "charge"}, []string{operation, phase})
+			compared <- differences
+		},
+	}})
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{Ledgers: map[string]idempotency.Ledger{"charge": l}, Every: 10 * time.Millisecond, CompareEvery: time.Second},
+		[]idempotency.Phase[payment]{calls(true, func(*step) error { return failure }), ends("ship")})
+	do := func(value string, err error) {
+		failure = err
+		_, err = flow.Do(t.Context(), key(value), nil)
+		require.Equal(t, failure == nil, err == nil, err)
+	}
+	for _, value := range []string{"both", "here", "late", "old", "fresh"} {
+		do(value, nil)
+	}
+	for _, value := range []string{"doubt", "nowhere"} {
+		do(value, errAway)
+	}
+	failure = idempotency.NotDone(errAway)
+	_, err := flow.Do(t.Context(), key("under way"), nil)
+	require.ErrorIs(t, err, errAway)
+	passes(t, pool, time.Hour)
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET finished_at = finished_at - interval '1 hour';
+		UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 hour' WHERE key = 'old'`)
+	require.NoError(t, err)
+	stranger := uuid.New()
+	l.acted = []uuid.UUID{child("both"), child("both"), child("doubt"), child("under way"), stranger}
+	l.during = func() { // its call is made after the list was
+		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET finished_at = clock_timestamp() WHERE key IN ('late', 'fresh')`)
+		require.NoError(t, err)
+	}
+	found, err := flow.Compare(t.Context(), "charge", l)
+	require.NoError(t, err)
+	require.WithinDuration(t, time.Now().Add(-2*time.Hour), l.since, time.Minute, "half of the window")
+	kinds := map[uuid.UUID]idempotency.DifferenceKind{}
+	for _, d := range found {
+		kinds[d.Reference] = d.Kind
+		require.Equal(t, d.Kind == idempotency.ActedForNoKey, d.Key.Value == "")
+	}
+	require.Equal(t, map[uuid.UUID]idempotency.DifferenceKind{
+		child("here"): idempotency.DidNotAct, child("doubt"): idempotency.ActedNotDone, stranger: idempotency.ActedForNoKey,
+	}, kinds)
+
+	_, err = flow.Compare(t.Context(), "charge", &ledger{err: errors.New("no statement today")})
+	require.ErrorContains(t, err, "no statement today")
+	_, err = flow.Compare(t.Context(), "ship", l)
+	require.ErrorContains(t, err, `"ship" makes no call`)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	go flow.Run(ctx)
+	require.Equal(t, map[idempotency.DifferenceKind]int{idempotency.DidNotAct: 1, idempotency.ActedForNoKey: 1, idempotency.ActedNotDone: 1}, testwait.Chan(t, "the job", compared))
+	stop()
+	require.Contains(t, said.String(), child("here").String())
+}
+
+// Property: a ledger of a phase that makes no call is refused.
+func TestLedgersNeedACall(t *testing.T) {
+	t.Parallel()
+	_, err := idempotency.NewFlow(newOperation(t, newPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{
+		Ledgers: map[string]idempotency.Ledger{"ship": &ledger{}, "charge": nil, "other": &ledger{}},
+	}, calls(true, func(*step) error { return nil }), ends("ship"))
+	for _, want := range []string{`Ledgers "ship"`, `Ledgers "other"`, `Ledgers "charge"`} {
+		require.ErrorContains(t, err, want)
+	}
+}

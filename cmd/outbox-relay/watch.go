@@ -46,8 +46,9 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the default address is in use; give --listen", "error", err)
 		return nil, nil //nolint:nilnil // see watch
 	}
-	w := &watch{at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
-		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
+	state := monitor.NewState()
+	w := &watch{at: listener.Addr(), state: state, metrics: metrics.New(metrics.Config{
+		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: state,
 	})}
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
 	if r.endpoints.pprof != "" {
@@ -83,7 +84,7 @@ func (w *watch) hooks() relay.Hooks {
 	if w == nil {
 		return relay.Hooks{}
 	}
-	return w.state.Hooks(w.metrics.Hooks())
+	return w.metrics.Hooks()
 }
 
 // begin also starts to watch the database of the relay's pool.

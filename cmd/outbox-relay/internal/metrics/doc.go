@@ -1,7 +1,7 @@
 // Package metrics exposes a relay to Prometheus: what its callbacks count, and what is in the
 // database.
 //
-//	m := metrics.New(metrics.Config{Relay: "default", Schema: "effectonce", Version: version})
+//	m := metrics.New(metrics.Config{Relay: "default", Schema: "effectonce", Version: version, State: state})
 //	config.Hooks = m.Hooks()
 //	go m.Watch(ctx, pool)
 //	http.Handle("/metrics", m.Handler())

@@ -4,7 +4,6 @@ import (
 	"log/slog"
 	"net/http"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -12,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -22,6 +22,7 @@ type Config struct {
 	Version string        // of the program
 	Every   time.Duration // pause between two readings of the database
 	Logger  *slog.Logger
+	State   *monitor.State // of the replica
 }
 
 // Metrics are the metrics of one replica.
@@ -40,11 +41,6 @@ type Metrics struct {
 
 	// clockAhead is how far the database's clock, which stamps rows, is ahead of this process's.
 	clockAhead atomic.Int64
-
-	mu    sync.Mutex
-	owned map[int16]bool // shards
-	hung  map[int16]bool // shards
-	away  bool
 }
 
 // slots is the number of slots of the outbox.
@@ -52,7 +48,7 @@ const slots = 4
 
 // New returns metrics with all counters at zero.
 func New(cfg Config) *Metrics {
-	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase(), owned: map[int16]bool{}, hung: map[int16]bool{}}
+	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase()}
 	name := prometheus.Labels{"relay": cfg.Relay}
 	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
 		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})
@@ -63,6 +59,9 @@ func New(cfg Config) *Metrics {
 		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: name}, []string{label})
 		m.registry.MustRegister(c)
 		return c
+	}
+	gauge := func(metric, help string, of func(owned, hung int, away bool) float64) prometheus.Collector {
+		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: metric, Help: help, ConstLabels: name}, func() float64 { return of(cfg.State.Shards()) })
 	}
 	m.dispatched = vector("effectonce_outbox_messages_dispatched_total", "Rows that Kafka acknowledged to this replica, including repetitions.", "topic")
 	m.dead = vector("effectonce_outbox_messages_dead_total", "Rows that this replica moved to outbox_dead.", "reason")
@@ -89,15 +88,14 @@ func New(cfg Config) *Metrics {
 	m.lag = lag
 	m.registry.MustRegister(
 		lag,
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "effectonce_outbox_shards_owned", Help: "Shards that this replica publishes; 0 if it stands by.", ConstLabels: name,
-		}, m.shardsOwned),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "effectonce_outbox_shards_hung", Help: "Shards of this replica whose work gives no sign of life.", ConstLabels: name,
-		}, m.shardsHung),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "effectonce_outbox_kafka_away", Help: "1 while Kafka accepts no rows from this replica, else 0.", ConstLabels: name,
-		}, m.kafkaAway),
+		gauge("effectonce_outbox_shards_owned", "Shards that this replica publishes; 0 if it stands by.", func(owned, _ int, _ bool) float64 { return float64(owned) }),
+		gauge("effectonce_outbox_shards_hung", "Shards of this replica whose work gives no sign of life.", func(_, hung int, _ bool) float64 { return float64(hung) }),
+		gauge("effectonce_outbox_kafka_away", "1 while Kafka accepts no rows from this replica, else 0.", func(_, _ int, away bool) float64 {
+			if away {
+				return 1
+			}
+			return 0
+		}),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "effectonce_outbox_relay_info", Help: "Version of the program; always 1.",
 			ConstLabels: prometheus.Labels{"relay": cfg.Relay, "version": cfg.Version},
@@ -109,19 +107,17 @@ func New(cfg Config) *Metrics {
 	return m
 }
 
-// Hooks returns the callbacks through which the relay counts.
+// Hooks returns the callbacks through which the relay counts, and its state is kept.
 func (m *Metrics) Hooks() relay.Hooks {
-	return relay.Hooks{
+	return m.cfg.State.Hooks(relay.Hooks{
 		Delivered:   m.delivered,
 		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
-		Lease:       m.lease,
+		Lease:       func(int16, bool) { m.leases.Inc() },
 		Interrupted: func(error) { m.interruptions.Inc() },
 		TruncateWaits: func(slot int16, waiting time.Duration) {
 			m.truncateWaits.WithLabelValues(strconv.Itoa(int(slot))).Set(waiting.Seconds())
 		},
-		Away: m.setAway,
-		Hung: m.setHung,
-	}
+	})
 }
 
 func (m *Metrics) delivered(topic string, created []time.Time) {
@@ -130,54 +126,6 @@ func (m *Metrics) delivered(topic string, created []time.Time) {
 	for _, at := range created {
 		m.lag.Observe(max(now.Sub(at).Seconds(), 0))
 	}
-}
-
-func (m *Metrics) lease(shard int16, held bool) {
-	m.leases.Inc()
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if held {
-		m.owned[shard] = true
-	} else {
-		delete(m.owned, shard)
-	}
-}
-
-func (m *Metrics) setAway(why error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.away = why != nil
-}
-
-func (m *Metrics) kafkaAway() float64 {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.away {
-		return 1
-	}
-	return 0
-}
-
-func (m *Metrics) setHung(shard int16, hung bool) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if hung {
-		m.hung[shard] = true
-	} else {
-		delete(m.hung, shard)
-	}
-}
-
-func (m *Metrics) shardsHung() float64 {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return float64(len(m.hung))
-}
-
-func (m *Metrics) shardsOwned() float64 {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return float64(len(m.owned))
 }
 
 // scrapesMax is how many scrapes are served at once; more are refused.

@@ -16,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -24,7 +25,7 @@ import (
 
 func newMetrics(schema string) *metrics.Metrics {
 	return metrics.New(metrics.Config{
-		Relay: "default", Schema: schema, Version: "v1.2.3", Every: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+		Relay: "default", Schema: schema, Version: "v1.2.3", Every: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler), State: monitor.NewState(),
 	})
 }
 

@@ -104,7 +104,8 @@ func reason(err error) string {
 // readiness of this replica now.
 func (s *Server) readiness(ctx context.Context) Readiness {
 	at := s.database.ask(ctx)
-	phase, shards, away := s.cfg.State.now()
+	phase := s.cfg.State.now()
+	shards, _, away := s.cfg.State.Shards()
 	r := Readiness{Relay: s.cfg.Relay, Shards: shards, Reasons: []string{}}
 	if at.reason != "" {
 		r.Reasons = append(r.Reasons, at.reason)

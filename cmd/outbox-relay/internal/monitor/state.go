@@ -80,10 +80,14 @@ func (s *State) setAway(away bool) {
 func (s *State) setHung(shard int16, hung bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if hung {
-		s.hung[shard] = true
+	mark(s.hung, shard, hung)
+}
+
+func mark(shards map[int16]bool, shard int16, in bool) {
+	if in {
+		shards[shard] = true
 	} else {
-		delete(s.hung, shard)
+		delete(shards, shard)
 	}
 }
 
@@ -97,11 +101,7 @@ func (s *State) lease(shard int16, held bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.turn = time.Now()
-	if held {
-		s.owned[shard] = true
-	} else {
-		delete(s.owned, shard)
-	}
+	mark(s.owned, shard, held)
 }
 
 // Running records that the relay is set up and begins to work.
@@ -137,8 +137,15 @@ func (s *State) stuck() string {
 	return ""
 }
 
-func (s *State) now() (at phase, shards int, away bool) {
+// Shards returns how many shards the replica has, how many of them hang, and whether Kafka accepts no rows.
+func (s *State) Shards() (owned, hung int, away bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.phase, len(s.owned), s.away
+	return len(s.owned), len(s.hung), s.away
+}
+
+func (s *State) now() phase {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.phase
 }

@@ -17,27 +17,11 @@
 package main
 
 import (
-	"context"
 	"os"
-	"os/signal"
-	"syscall"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/command"
 )
 
 func main() {
-	os.Exit(program())
-}
-
-func program() int {
-	asked, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	// The first signal asks the command to stop; the second one ends the process at once. The
-	// default handling is restored before the command sees the first signal, so that its log line
-	// about the second one is true.
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	context.AfterFunc(asked, func() {
-		stop()
-		cancel()
-	})
-	return execute(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr)
+	os.Exit(command.Program())
 }

@@ -1,0 +1,72 @@
+package command
+
+import (
+	"context"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+)
+
+func newActions(s *cli.Settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "actions",
+		Short: "Show what operators did",
+	}
+	cmd.AddCommand(newActionsList(s))
+	return cmd
+}
+
+func newActionsList(s *cli.Settings) *cobra.Command {
+	var filter operator.ActionFilter
+	var limit int
+	var asJSON bool
+	cmd := cli.Needs(&cobra.Command{
+		Use:   "list",
+		Short: "List what operators did, the newest first",
+		Long:  "List every retry, discard and reset, the newest first: when, who, what, to what and why.",
+		Args:  cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
+			defer cancel()
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				actions, err := operator.Actions(ctx, conn, s.Schema, filter, limit)
+				if err != nil {
+					return err
+				}
+				if len(actions) == 0 {
+					return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no actions")
+				}
+				return printActions(cmd.OutOrStdout(), actions, asJSON)
+			})
+		},
+	}, cli.FlagDatabaseURL)
+	cli.AddAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
+	cli.AddInt(cmd.Flags(), &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
+	cli.AddJSONLines(cmd, &asJSON)
+	return cmd
+}
+
+func printActions(out io.Writer, actions []operator.Action, asJSON bool) error {
+	var text strings.Builder
+	text.WriteString("when\twho\twhat\tto what\twhy\n")
+	for _, a := range actions {
+		if asJSON {
+			if err := terminal.PrintJSON(out, a); err != nil {
+				return err
+			}
+			continue
+		}
+		terminal.Add(&text, "%s\t%s\t%s\t%s\t%s\n", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, a.Object(), terminal.Clip(a.Why, errorWidth))
+	}
+	if asJSON {
+		return nil
+	}
+	return terminal.PrintTable(out, text.String())
+}

@@ -1,0 +1,130 @@
+//go:build !lean
+
+package command
+
+import (
+	"context"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+func newBench(s *cli.Settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "bench",
+		Short: "Measure the consumer or the relay against the textbook way",
+		Long: `Measure the consumer or the relay against the textbook way, in turns in one run.
+
+Without addresses it starts PostgreSQL (downloaded at the first run) and an in-process Kafka. With
+--database-url and --brokers it uses a schema, topics and groups of its own there, and removes them at
+the end. Run it on an idle machine; only the ratios count.`,
+	}
+	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s))
+	return cmd
+}
+
+func newBenchConsume(s *cli.Settings) *cobra.Command {
+	b := &benchmark{Settings: s, measure: bench.Consume}
+	return b.command("messages", &b.options.Messages, bench.MessagesDefault, bench.MessagesMin, bench.MessagesMax,
+		"messages per round; textbook takes a fortieth of them", &cobra.Command{
+			Use:   "consume",
+			Short: "Measure messages per second, each with one insert as its effect",
+			Long: `Measure messages per second, each with one insert as its effect. Figures are medians of the rounds.
+
+  textbook        one message per transaction, in sequence: claim, effect, commit
+  no_dedup        by_id without claims
+  by_id           the engine; the effects of a batch go in one round trip
+  by_position     by_id with the position instead of claims
+  all_duplicates  by_id when every message was claimed before
+
+  bytes_per_message      growth of the claims' table and index, with four partitions at once
+  wal_bytes_per_message  write-ahead log per claim: by_id less no_dedup, each right after a checkpoint; of the
+                         whole server, so too high on a busy one; needs the right to run CHECKPOINT
+
+The textbook needs four round trips and a commit per message: its ratio is small where commits are cheap (no
+fsync, a disk with a write cache), else large.`,
+		})
+}
+
+func newBenchRelay(s *cli.Settings) *cobra.Command {
+	b := &benchmark{Settings: s, measure: bench.Relay}
+	return b.command("rows", &b.options.Rows, bench.RowsDefault, bench.RowsMin, bench.RowsMax, "rows of the backlog", &cobra.Command{
+		Use:   "relay",
+		Short: "Measure rows per second of a backlog, and the time from commit to consumable",
+		Long: `Measure rows per second of a backlog, and the time from commit to consumable. Rows have 256 bytes of
+payload and one of 1,000 keys. All variants produce with the same settings. Figures are medians of the rounds.
+
+  skip_locked     textbook poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, DELETE, commit
+  bare_cursor     reads by row number and produces; stores nothing, loses late commits: a ceiling
+  relay           the relay
+  exactly_once    the relay with --exactly-once
+  p50_ms, p99_ms  from the return of COMMIT until a consumer has the record, at 500 messages per second`,
+	})
+}
+
+// benchmark is one run of a bench command.
+type benchmark struct {
+	*cli.Settings
+	options bench.Options
+	measure func(context.Context, bench.Options) (*bench.Report, error)
+	json    bool
+}
+
+// command completes cmd; size is the flag that says how much a round measures.
+func (b *benchmark) command(size string, value *int, standard, lowest, highest int, usage string, cmd *cobra.Command) *cobra.Command {
+	cmd.Args = cli.NoArgs
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return b.run(cmd) }
+	cli.PlainKafka(cmd)
+	cli.AddInt(cmd.Flags(), value, size, standard, lowest, highest, usage)
+	cli.AddInt(cmd.Flags(), &b.options.Rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
+	cli.AddJSON(cmd, &b.json)
+	cmd.Flags().Lookup("json").Usage = "print one line of JSON instead of the table"
+	return cmd
+}
+
+// checkpointsAway keeps an embedded PostgreSQL from a checkpoint during a run. Everything else,
+// durability above all, keeps its default.
+func checkpointsAway() map[string]string {
+	return map[string]string{"max_wal_size": "8GB", "checkpoint_timeout": "1h"}
+}
+
+func (b *benchmark) run(cmd *cobra.Command) (err error) {
+	ctx, begin := cmd.Context(), time.Now()
+	progress := func(line string) {
+		_ = terminal.Say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
+	}
+	progress("starting the servers (the first run downloads PostgreSQL)")
+	address, err := b.DatabaseAddress()
+	if err != nil {
+		return err
+	}
+	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
+		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: checkpointsAway(),
+	})
+	if err != nil {
+		return err
+	}
+	defer stop(ctx, postgres.Stop, &err)
+	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: b.Brokers, Embedded: len(b.Brokers) == 0})
+	if err != nil {
+		return err
+	}
+	defer stop(ctx, kafka.Stop, &err)
+	progress(postgres.Description)
+	progress(kafka.Description)
+	b.options.DatabaseURL, b.options.Brokers, b.options.Progress = postgres.URL, kafka.Brokers, progress
+	found, err := b.measure(ctx, b.options)
+	if err != nil {
+		return err
+	}
+	found.Postgres, found.Kafka, found.Took = postgres.Description, kafka.Description, time.Since(begin)
+	if b.json {
+		return terminal.PrintJSON(cmd.OutOrStdout(), found)
+	}
+	return found.WriteTable(cmd.OutOrStdout())
+}

@@ -1,0 +1,232 @@
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+)
+
+func newConsumer(s *cli.Settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "consumer",
+		Short: "Pause topics for a group, move a partition's position, choose how messages get their IDs",
+		Long: `Give orders to the consumers of a group. Running consumers carry them out by themselves. Orders are recorded: see
+"outbox-relay actions list".`,
+	}
+	cmd.AddCommand(newConsumerPause(s), newConsumerResume(s), newConsumerResumeAt(s), newConsumerRule(s))
+	return cmd
+}
+
+// consumerOrder holds the flags of every order.
+type consumerOrder struct {
+	operator.By
+
+	group, topic string
+	asJSON       bool
+	mayLose      bool // --why is required
+}
+
+// add adds the flags.
+func (o *consumerOrder) add(cmd *cobra.Command, why string) {
+	flags := cmd.Flags()
+	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
+	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
+	addBy(cmd, &o.By, &o.asJSON, why)
+	cli.CommandLineOnly(flags, "group", "topic")
+}
+
+// Validate returns all problems of the flags.
+func (o *consumerOrder) Validate() error {
+	var problems []error
+	if o.group == "" {
+		problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
+	}
+	if o.topic == "" {
+		problems = append(problems, errors.New("--topic is missing"))
+	}
+	if o.mayLose && o.Why == "" {
+		problems = append(problems, errors.New("--why is missing: say why it is done"))
+	}
+	return errors.Join(problems...)
+}
+
+func (o *consumerOrder) by() operator.By {
+	by := o.By
+	sign(&by)
+	if by.Why == "" {
+		by.Why = "by hand"
+	}
+	return by
+}
+
+func newConsumerPause(s *cli.Settings) *cobra.Command {
+	o := consumerOrder{mayLose: true}
+	cmd := cli.Needs(&cobra.Command{
+		Use:   "pause",
+		Short: "Stop a group's consumers from reading a topic",
+		Long: `Stop a group's consumers from reading a topic. They stop within seconds, after their batch; other topics continue.
+The pause also holds for consumers that start later, until "consumer resume". Mind the topic's retention.`,
+		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
+		Args:    cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, o.by(), o.group, o.topic)
+				switch {
+				case err != nil:
+					return err
+				case o.asJSON:
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
+				case !paused:
+					return terminal.Say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", terminal.Plain(o.topic), pauseText(pause))
+				}
+				return terminal.Say(cmd.OutOrStdout(), "topic %s is being paused: consumers of group %s finish their batch, and stop within some seconds\n", terminal.Plain(o.topic), terminal.Plain(o.group))
+			})
+		},
+	}, cli.FlagDatabaseURL)
+	o.add(cmd, "reason; required")
+	s.Check(cmd, o.Validate)
+	return cmd
+}
+
+// pauseText says for which group a topic is paused, since when, by whom and why.
+func pauseText(p consumers.Pause) string {
+	return fmt.Sprintf("for group %s since %s by %s: %s", terminal.Plain(p.Group), p.PausedAt.UTC().Format(time.RFC3339), terminal.Clip(p.Who, keyWidth), terminal.Clip(p.Why, errorWidth))
+}
+
+func newConsumerResume(s *cli.Settings) *cobra.Command {
+	var o consumerOrder
+	cmd := cli.Needs(&cobra.Command{
+		Use:     "resume",
+		Short:   "End the pause of a topic",
+		Long:    "End the pause of a topic. The group's consumers continue at their positions within seconds.",
+		Example: `  outbox-relay consumer resume --group billing --topic orders`,
+		Args:    cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, o.by(), o.group, o.topic)
+				text := "topic %s is resumed for group %s\n"
+				switch {
+				case err != nil:
+					return err
+				case o.asJSON:
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic})
+				case !resumed:
+					text = "topic %s was not paused for group %s\n"
+				}
+				return terminal.Say(cmd.OutOrStdout(), text, terminal.Plain(o.topic), terminal.Plain(o.group))
+			})
+		},
+	}, cli.FlagDatabaseURL)
+	o.add(cmd, "reason")
+	s.Check(cmd, o.Validate)
+	return cmd
+}
+
+const ruleLong = `Show the rule that gives messages their IDs, of one consumer or of all. With --set, change it.
+
+  standard            message-id, ce_id (CloudEvents), and the headers of Debezium and Watermill if another of
+                      their headers proves the origin
+  standard+debezium   also id: for topics that Debezium's outbox event router writes
+  standard+watermill  also _watermill_message_uuid: for topics that Watermill writes; can be combined with debezium
+  headers:NAME,NAME   the first of these headers that a message has, at most 20
+
+Stop all replicas first: each adopts the rule at its start, and while some have the old one, two copies of a message
+may get two IDs, and both take effect. So --set is refused while a partition is held. The position of a process that was
+killed looks held; --force is for that.
+
+Messages handled before keep their claims under the old rule. They run again if the group is rewound past the
+change, or if a producer sends another copy after it.`
+
+func newConsumerRule(s *cli.Settings) *cobra.Command {
+	var o consumerOrder
+	var rule string
+	var force bool
+	cmd := cli.Needs(&cobra.Command{
+		Use:   "id-rule [NAME]",
+		Short: "Show or change the rule that gives a consumer's messages their IDs",
+		Long:  ruleLong,
+		Example: `  outbox-relay consumer id-rule
+  outbox-relay consumer id-rule billing/orders --set standard --why "all producers send message-id"`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			switch {
+			case rule == "":
+				return showRules(cmd, s, args, o.asJSON)
+			case len(args) == 0:
+				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
+			}
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				before, err := consumers.SetRule(ctx, pool, s.Schema, o.by(), args[0], rule, force)
+				if err != nil {
+					return err
+				}
+				return printRule(cmd.OutOrStdout(), before, rule, o.asJSON)
+			})
+		},
+	}, cli.FlagDatabaseURL)
+	cli.AddText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
+	addBy(cmd, &o.By, &o.asJSON, "reason; required with --set")
+	cli.AddBool(cmd.Flags(), &force, "force", "with --set: also while a partition looks held")
+	cli.CommandLineOnly(cmd.Flags(), "set", "force")
+	s.Check(cmd, func() error {
+		if rule != "" && o.Why == "" {
+			return errors.New("--why is missing: say why the rule is changed")
+		}
+		return nil
+	})
+	return cmd
+}
+
+func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool) error {
+	return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+		all, err := consumers.Registered(ctx, pool, s.Schema)
+		if err == nil && len(names) > 0 {
+			var one *consumers.Consumer
+			if one, err = consumers.Rule(ctx, pool, s.Schema, names[0]); err == nil {
+				all = []consumers.Consumer{*one}
+			}
+		}
+		switch {
+		case err != nil:
+			return err
+		case len(all) == 0:
+			return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no consumers: none has registered yet")
+		}
+		text := "consumer\tid rule\n"
+		for _, c := range all {
+			if asJSON {
+				if err := terminal.PrintJSON(cmd.OutOrStdout(), c); err != nil {
+					return err
+				}
+			}
+			text += consumerText(c.Name) + "\t" + terminal.Printable(c.IDRule) + "\n"
+		}
+		if asJSON {
+			return nil
+		}
+		return terminal.PrintTable(cmd.OutOrStdout(), text)
+	})
+}
+
+const ruleWarning = "messages handled before keep their claims under the old rule: do not rewind the group past this moment, or they run again"
+
+func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bool) error {
+	changed := before.IDRule != rule
+	switch {
+	case asJSON:
+		return terminal.PrintJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed})
+	case !changed:
+		return terminal.Say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
+	}
+	return terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nWarning: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
+}

@@ -1,0 +1,270 @@
+//go:build !lean
+
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+// flagDemoProcess makes the program a child of the demo. It is a flag, so that no extra command is
+// listed.
+const flagDemoProcess = "demo-process"
+
+// sessionEmbedded is the session timeout on kfake, which accepts a shorter one than Kafka's
+// brokers: more members are killed, and more zombies wake up, in the same time.
+const sessionEmbedded = 3 * time.Second
+
+// stopMax is how long the embedded servers may take to stop.
+const stopMax = 20 * time.Second
+
+func newDemo(s *cli.Settings) *cobra.Command {
+	d := &demonstration{Settings: s}
+	var child bool
+	cmd := cli.PlainKafka(&cobra.Command{
+		Use:   "demo",
+		Short: "Run the whole pipeline, break it while it runs, and check the result",
+		Long: `Run the whole pipeline, break it while it runs, and check the result.
+
+A shop writes orders, each with its event in one transaction. Two relays publish the events, and three consumers turn
+each into one effect. These processes are killed (SIGKILL), or frozen for longer than their lease or session and
+resumed, and messages are published again under the same ID. Then a checker that shares no code with the rest compares
+orders, topic and effects.
+
+Without addresses it starts PostgreSQL (downloaded at the first run) and an in-process Kafka. With --database-url and
+--brokers it uses a schema, a topic and a group of its own there, and removes them at the end.
+
+Exit status 1 unless every order took effect exactly once and in order. With --without-dedup consumers do not claim
+messages: effects happen twice, and the status is 1.`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if child {
+				// When the parent is gone there is nothing to report or to clean up.
+				orphaned := func() { os.Exit(exitNotWell) }
+				return demo.RunProcess(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), orphaned)
+			}
+			d.out, d.progress = cmd.OutOrStdout(), cmd.OutOrStdout()
+			if d.json {
+				d.progress = cmd.ErrOrStderr()
+			}
+			return d.run(cmd.Context())
+		},
+	})
+	flags := cmd.Flags()
+	cli.AddInt(flags, &d.options.Orders, "orders", demo.OrdersDefault, demo.OrdersMin, demo.OrdersMax, "how many orders the shop places")
+	cli.AddDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
+	cli.AddOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
+	cli.AddBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
+	cli.AddJSON(cmd, &d.json)
+	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
+	cli.AddBool(flags, &child, flagDemoProcess, "be a process of the demo")
+	_ = flags.MarkHidden(flagDemoProcess) // fails only for a flag that is not there
+	s.Check(cmd, d.options.Check)
+	return cmd
+}
+
+// demonstration is one run of the command.
+type demonstration struct {
+	*cli.Settings
+	options  demo.Options
+	json     bool
+	out      io.Writer
+	progress io.Writer
+}
+
+func (d *demonstration) parseSeed(text string) error {
+	if text == "random" {
+		d.options.Seed = uint64(rand.Uint32()) //nolint:gosec // any number will do
+		return nil
+	}
+	seed, err := strconv.ParseUint(text, 10, 64)
+	if err != nil {
+		return errors.New("want a number from 0 on")
+	}
+	d.options.Seed = seed
+	return nil
+}
+
+func (d *demonstration) run(ctx context.Context) (err error) {
+	program, err := os.Executable()
+	if err != nil {
+		return fmt.Errorf("find this program, to start it as the processes of the demo: %w", err)
+	}
+	begin := time.Now()
+	screen := terminal.NewScreen(d.progress)
+	screen.Line("starting the servers (the first run downloads PostgreSQL)")
+	address, err := d.DatabaseAddress()
+	if err != nil {
+		return err
+	}
+	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
+		DatabaseURL: address, Embedded: !d.HasDatabase(),
+	})
+	if err != nil {
+		return err
+	}
+	defer stop(ctx, postgres.Stop, &err)
+	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: d.Brokers, Embedded: len(d.Brokers) == 0})
+	if err != nil {
+		return err
+	}
+	defer stop(ctx, kafka.Stop, &err)
+	if kafka.Kind == servers.KindEmbedded {
+		d.options.Session, d.options.Fake = sessionEmbedded, true
+	}
+	d.options.Command = d.ChildCommand(program, "demo", "--"+flagDemoProcess)
+	d.options.DatabaseURL, d.options.Brokers = postgres.URL, kafka.Brokers
+	d.options.Progress = (&demoScreen{Screen: screen}).progress
+	screen.Line(postgres.Description)
+	screen.Line(kafka.Description)
+	screen.Line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
+		d.options.Orders, cli.ShortDuration(d.options.Duration), d.options.Seed))
+	report, err := demo.Run(ctx, d.options)
+	screen.End()
+	if err != nil {
+		return err
+	}
+	for _, note := range report.Notes {
+		screen.Line("note: " + note)
+	}
+	result := newDemoResult(report, postgres.Description, kafka.Description, time.Since(begin))
+	result.WithoutDedup = d.options.WithoutDedup
+	if d.json {
+		err = terminal.PrintJSON(d.out, result)
+	} else {
+		err = result.print(d.out)
+	}
+	if err == nil && !result.Held {
+		return errUnhealthy
+	}
+	return err
+}
+
+// stop stops a server, also after an interrupt.
+func stop(ctx context.Context, server func(context.Context) error, err *error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopMax)
+	defer cancel()
+	*err = errors.Join(*err, server(ctx))
+}
+
+// demoScreen shows the progress of the demo.
+type demoScreen struct {
+	*terminal.Screen
+	last  time.Time
+	phase string
+}
+
+func (s *demoScreen) progress(p demo.Progress) {
+	if s.Overwrites() {
+		s.Overwrite(fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
+			p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes))
+		return
+	}
+	if p.Phase == s.phase && time.Since(s.last) < terminal.LineEvery {
+		return
+	}
+	s.last, s.phase = time.Now(), p.Phase
+	text := fmt.Sprintf("%5.1fs  orders %d/%d  delivered %d  effects %d  duplicates %d  killed %d  frozen %d",
+		p.Elapsed.Seconds(), p.Orders, p.Total, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes)
+	if len(p.Frozen) > 0 {
+		text += " (now " + strings.Join(p.Frozen, ", ") + ")"
+	}
+	s.Line(text + "  " + p.Phase)
+}
+
+// demoResult is the last line of "demo --json".
+type demoResult struct {
+	Orders              int      `json:"orders"`
+	Delivered           int      `json:"delivered"`
+	DuplicatesDelivered int      `json:"duplicates_delivered"`
+	Effects             int      `json:"effects"`
+	Lost                int      `json:"lost"`
+	Doubled             int      `json:"doubled"`
+	OutOfOrder          int      `json:"out_of_order"`
+	Undelivered         int      `json:"undelivered"`
+	Phantoms            int      `json:"phantoms"`
+	WrongBalances       int      `json:"wrong_balances"`
+	DuplicatesInjected  int      `json:"duplicates_injected"`
+	Kills               int      `json:"kills"`
+	Freezes             int      `json:"freezes"`
+	Crashes             int      `json:"crashes"`
+	Held                bool     `json:"held"`
+	WithoutDedup        bool     `json:"without_dedup"`
+	Seed                uint64   `json:"seed"`
+	Seconds             float64  `json:"seconds"` // starting the servers included
+	Postgres            string   `json:"postgres"`
+	Kafka               string   `json:"kafka"`
+	Examples            []string `json:"examples,omitempty"`
+}
+
+func newDemoResult(r demo.Report, postgres, kafka string, took time.Duration) demoResult {
+	return demoResult{
+		Orders: r.Orders, Delivered: r.Delivered, DuplicatesDelivered: r.DuplicatesDelivered, Effects: r.Effects,
+		Lost: r.Lost, Doubled: r.Doubled, OutOfOrder: r.OutOfOrder,
+		Undelivered: r.Undelivered, Phantoms: r.Phantoms, WrongBalances: r.WrongBalances,
+		DuplicatesInjected: r.Injected, Kills: r.Kills, Freezes: r.Freezes, Crashes: r.Crashes,
+		Held: r.Held(), Seed: r.Seed, Seconds: math.Round(took.Seconds()*10) / 10,
+		Postgres: postgres, Kafka: kafka, Examples: r.Examples,
+	}
+}
+
+func (r demoResult) print(out io.Writer) error {
+	var text strings.Builder
+	row := func(name string, n int) { terminal.Add(&text, "  %-48s %7d\n", name, n) }
+	text.WriteString("\n")
+	row("orders that the shop committed", r.Orders)
+	row("orders delivered by Kafka", r.Delivered)
+	row("duplicates that arrived", r.DuplicatesDelivered)
+	row("effects", r.Effects)
+	row("lost (orders without an effect)", r.Lost)
+	row("doubled (effects beyond the first of an order)", r.Doubled)
+	row("out of order", r.OutOfOrder)
+	for _, rare := range []struct {
+		name string
+		n    int
+	}{
+		{"orders that never reached the topic", r.Undelivered},
+		{"records and effects that belong to no order", r.Phantoms},
+		{"customers with a wrong balance", r.WrongBalances},
+		{"processes that ended by themselves", r.Crashes},
+	} {
+		if rare.n > 0 {
+			row(rare.name, rare.n)
+		}
+	}
+	row("processes killed (SIGKILL)", r.Kills)
+	row("processes frozen and resumed", r.Freezes)
+	text.WriteString("\n")
+	for _, example := range r.Examples {
+		terminal.Add(&text, "  %s\n", example)
+	}
+	terminal.Add(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
+	return terminal.Write(out, text.String())
+}
+
+func (r demoResult) lastWord() string {
+	if r.Held {
+		return fmt.Sprintf("The promise held: each of %d orders took effect exactly once and in order, through %d kills, %d freezes and %d duplicates.",
+			r.Orders, r.Kills, r.Freezes, r.DuplicatesDelivered)
+	}
+	broken := fmt.Sprintf("The promise did NOT hold: %d lost, %d doubled, %d out of order.", r.Lost, r.Doubled, r.OutOfOrder)
+	if r.WithoutDedup {
+		broken += " The consumers ran without claims (--without-dedup): this is what claims prevent."
+	}
+	return broken
+}

@@ -1,0 +1,195 @@
+package command
+
+import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+)
+
+func newDead(s *cli.Settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "dead",
+		Short: "Show, retry or discard rows that Kafka did not accept",
+		Long: `Rows that Kafka did not accept wait in outbox_dead. The first dead row of a key holds the key: later rows of the key
+wait behind it, in order. An operator decides:
+
+  outbox-relay dead list                # what waits, and why
+  outbox-relay dead show ID             # all about one row, and what to do
+  outbox-relay dead retry ID --wait     # publish it, and the rows behind it
+  outbox-relay dead discard ID --why …  # never publish it; the rows behind it continue`,
+	}
+	cmd.AddCommand(
+		newList(s, held.Dead, &cobra.Command{
+			Use:   "list [ID]",
+			Short: "List dead rows, the newest first",
+			Long: `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or an ID,
+lists rows behind others. Without --relay it lists rows of all relays.
+
+--json has the same keys as for parked messages: what dead rows do not have is empty or null.`,
+		}),
+		newShow(s, held.Dead, &cobra.Command{
+			Use:   "show ID",
+			Short: "Show all about a dead row, and what to do",
+			Long: `Show a dead row: error, rows behind it, operators' actions, and what to do. ID is the row's id or seq, as in the
+relay's log. If several relays have it, all are shown.
+
+Headers and payload need --payload, which is cut at 4 KiB without --full. Headers that hold secrets (authorization,
+cookie, token, and the like) are never shown.`,
+		}),
+		newRetry(s, held.Dead, &cobra.Command{
+			Use:   "retry {ID | filter}",
+			Short: "Hand dead rows back to the running relay",
+			Long: `Hand dead rows back to the running relay. It publishes them within about a second, then the rows behind them, in
+order. A row that Kafka refuses again is held again. Only the first row of a key can be retried; the others follow.
+Rows of a missing topic need no retry: they follow once it exists.
+
+With --wait, exit status 1 if a row is held again, or not done within --wait-max. Retries are recorded.
+
+  outbox-relay dead retry 0199a0c4-… --wait
+  outbox-relay dead retry --reason too_large --topic orders --why "limit raised to 4 MiB" --wait`,
+		}),
+		newDiscard(s, held.Dead, &cobra.Command{
+			Use:   "discard {ID | filter}",
+			Short: "Discard dead rows: they are never published",
+			Long: `Discard dead rows: they are never published. The rows behind them go to the relay, in order, or are discarded too with
+--all-of-key. Only the first row of a key can be discarded alone, and none that was handed back: the relay may be
+publishing it. Discards are recorded without the payload: see "dead show" first.
+
+  outbox-relay dead discard 0199a0c4-… --why "test order"
+  outbox-relay dead discard --topic oders --all-of-key --yes --why "misspelt topic"`,
+		}),
+	)
+	return cmd
+}
+
+func newParked(s *cli.Settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "parked",
+		Short: "Show, retry or discard messages that could not be handled",
+		Long: `Messages that a consumer could not handle wait in parked_messages. The first parked message of a key holds the key:
+later messages of the key wait behind it, in order. An operator decides:
+
+  outbox-relay parked list                # what waits, and why
+  outbox-relay parked show ID             # all about one message, and what to do
+  outbox-relay parked retry ID --wait     # handle it, and the messages behind it
+  outbox-relay parked discard ID --why …  # never handle it; the messages behind it continue`,
+	}
+	cmd.AddCommand(
+		newList(s, held.Parked, &cobra.Command{
+			Use:   "list [ID]",
+			Short: "List parked messages, the newest first",
+			Long: `List parked messages, the newest first, with the number of messages behind each, and totals by reason. --reason behind,
+or an ID, lists messages behind others.
+
+--json has the same keys as for dead rows: what parked messages do not have is empty or null.`,
+		}),
+		newShow(s, held.Parked, &cobra.Command{
+			Use:   "show ID",
+			Short: "Show all about a parked message, and what to do",
+			Long: `Show a parked message: error, messages behind it, operators' actions, and what to do. ID is the message's ID, as in the
+log or as the message carried it, or topic/partition/offset. If several consumers parked it, all are shown.
+
+Headers and payload are as in "dead show".`,
+		}),
+		newRetry(s, held.Parked, &cobra.Command{
+			Use:   "retry {ID | filter}",
+			Short: "Hand parked messages back to the running consumers",
+			Long: `Hand parked messages back to the running consumers. The partition's holder handles them within about a second, then the
+messages behind them, in order. A message that fails again is parked again. Only the first message of a key can be
+retried; the others follow.
+
+With --wait, exit status 1 if a message fails again, or is not done within --wait-max. Retries are recorded.`,
+		}),
+		newDiscard(s, held.Parked, &cobra.Command{
+			Use:   "discard {ID | filter}",
+			Short: "Discard parked messages: they are never handled",
+			Long: `Discard parked messages: they are never handled, and their rows are deleted. The messages behind them go to the
+consumers, in order, or are discarded too with --all-of-key. Only the first message of a key can be discarded alone.
+Discards are recorded without the payload: see "parked show" first.`,
+		}),
+	)
+	return cmd
+}
+
+// selection is the rows of a kind that a command's flags choose.
+type selection struct {
+	held.Words
+	s      *cli.Settings
+	kind   held.Kind
+	filter held.Filter
+	limit  int
+}
+
+func newSelection(s *cli.Settings, kind held.Kind) *selection {
+	return &selection{Words: kind.Words(), s: s, kind: kind}
+}
+
+const flagLimit = "limit"
+
+// add adds flags. They only come from the command line: a deployment's environment must not decide
+// what is discarded.
+func (c *selection) add(flags *pflag.FlagSet, limit int) {
+	f := &c.filter
+	cli.AddText(flags, "key", 1<<20, "key, as text or as base64:...", func(text string) (err error) {
+		f.Key, err = human.ParseKey(text)
+		return err
+	})
+	cli.AddText(flags, "topic", 249, "topic", cli.Into(&f.Topic))
+	cli.AddOneOf(flags, &f.Reason, "reason", "reason", c.kind.Reasons())
+	cli.AddAge(flags, &f.OlderThan, "older-than", string(c.kind)+" for longer")
+	cli.AddAge(flags, &f.YoungerThan, "younger-than", string(c.kind)+" for less")
+	cli.AddInt(flags, &c.limit, flagLimit, limit, 1, held.TargetsMax, "at most this many "+c.Rows())
+	cli.CommandLineOnly(flags, "key", "topic", "reason", "older-than", "younger-than", flagLimit)
+	if c.kind == held.Dead {
+		cli.AddOneOf(flags, &f.State, "state", "state", c.kind.States())
+		cli.CommandLineOnly(flags, "state")
+		return
+	}
+	cli.AddText(flags, "consumer", 600, "consumer, such as billing/orders", cli.Into(&f.Consumer))
+	cli.AddText(flags, "group", 255, "consumer group", cli.Into(&f.Group))
+	cli.CommandLineOnly(flags, "consumer", "group")
+}
+
+// name chooses rows by an ID as people have it.
+func (c *selection) name(id string) error { return c.kind.SetID(&c.filter, id) }
+
+// with runs work with a connection, after it has completed the choice from the database and from
+// --relay, which may come from the environment.
+func (c *selection) with(ctx context.Context, flags *pflag.FlagSet, acts bool, work func(context.Context, *pgx.Conn) error) error {
+	if c.kind == held.Dead && flags.Changed("relay") {
+		c.filter.Relay = &c.s.Relay
+	}
+	// Rows that wait behind others are only listed, and never acted on alone, on request.
+	behind := func(text *string) bool { return text != nil && *text == "behind" }
+	c.filter.Behind = c.filter.Named() || behind(c.filter.State) || behind(c.filter.Reason) && (c.kind == held.Dead || !acts)
+	return c.s.WithTables(ctx, acts, func(ctx context.Context, conn *pgx.Conn) error {
+		if err := c.filter.Find(ctx, conn, c.s.Schema); err != nil {
+			return err
+		}
+		return work(ctx, conn)
+	})
+}
+
+// nothing is the text if no row matches.
+func (c *selection) nothing() string {
+	text := "no " + string(c.kind) + " " + c.Rows()
+	if c.filter.Narrows() || c.filter.Relay != nil {
+		text += " match: \"outbox-relay " + string(c.kind) + " list\" shows all"
+	}
+	return text
+}
+
+// these are the first of the rows to act on, as a list has them.
+func (c *selection) these(ctx context.Context, conn *pgx.Conn, refs []held.Ref) ([]held.Row, error) {
+	seqs := make([]int64, len(refs))
+	for i, ref := range refs {
+		seqs[i] = ref.Seq
+	}
+	return c.kind.List(ctx, conn, c.s.Schema, held.Filter{Seqs: seqs, Relay: c.filter.Relay, Behind: true}, listMax)
+}

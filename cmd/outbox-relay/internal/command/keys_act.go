@@ -1,0 +1,215 @@
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/textproto"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// changedKey is what unlock, retry and finish print with --json.
+type changedKey struct {
+	What string `json:"what"`
+	*keys.Changed
+}
+
+// keyAct holds the argument and the flags of a command that changes a key.
+type keyAct struct {
+	theKey
+	by     operator.By
+	asJSON bool
+}
+
+// newKeyAct makes cmd change one key.
+func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string) *cobra.Command {
+	a.on(cmd)
+	addBy(cmd, &a.by, &a.asJSON, "reason; required")
+	s.Check(cmd, func() error {
+		if a.by.Why == "" {
+			return errors.New("--why is missing: say how you know")
+		}
+		return nil
+	})
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		sign(&a.by)
+		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+			row, err := a.one(ctx, pool, s.Schema)
+			if err != nil {
+				return err
+			}
+			changed, err := act(ctx, pool, row.Place)
+			if err != nil {
+				return err
+			}
+			if a.asJSON {
+				return terminal.PrintJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
+			}
+			return terminal.Say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
+		})
+	}
+	return cli.Needs(cmd, cli.FlagDatabaseURL)
+}
+
+func newKeysUnlock(s *cli.Settings) *cobra.Command {
+	a := &keyAct{}
+	return newKeyAct(s, &cobra.Command{
+		Use:   "unlock KEY",
+		Short: "End the lock of a running key now",
+		Long: `End the lock of a running key whose holder hangs. The holder can store nothing afterwards. The next request, or the
+completer, continues from the recovery point. If a foreign call that must not be made twice was under way, the key then
+becomes indeterminate: see "keys show". The lock of a dead holder expires by itself. Unlocks are recorded.`,
+		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
+	}, a, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
+		return keys.Unlock(ctx, pool, s.Schema, a.by, place)
+	}, unlocked)
+}
+
+// bodyMax is the largest outcome that package idempotency stores.
+const bodyMax = 64 << 20
+
+// finishing holds the flags of finish.
+type finishing struct {
+	status  int
+	headers headerFlag
+	file    string
+	window  time.Duration
+	forever bool
+}
+
+func newKeysFinish(s *cli.Settings) *cobra.Command {
+	a, f := &keyAct{}, &finishing{status: -1, headers: headerFlag{}}
+	cmd := &cobra.Command{
+		Use:   "finish KEY",
+		Short: "Store the outcome of a key: every request with it gets that",
+		Long: `Store the outcome of a key: every request with it gets that, and nothing more is executed. For indeterminate and
+abandoned keys, and for running ones whose lock is free. A finished key is not changed.
+
+Only the answer is stored. Effects of finished phases stay, even if the answer is a failure. First write by hand what
+the phase whose call may have been made, and the phases after it, would have written.
+
+The outcome is stored unencrypted. The stored request stays until the key is forgotten.
+
+--window is the operation's Config.Window; give --forever if it has Config.Forever. Once the key is forgotten, a late
+request is executed again, and pays again. Finishes are recorded.`,
+		Example: `  outbox-relay keys finish order-4127 --status 201 --header 'Content-Type: application/json' --body-file paid.json \
+    --window 24h --why "the bank's statement has it, ticket 88"
+  outbox-relay keys finish order-4128 --status 409 --forever --why "the customer withdrew it"`,
+	}
+	cli.AddOption(cmd.Flags(), "status", "int", "", "status of the outcome (0, or 200 to 999); required", func(text string) error {
+		n, err := strconv.Atoi(text)
+		if err != nil || n != 0 && (n < 200 || n > 999) {
+			return errors.New("want a number: 0, or 200 to 999")
+		}
+		f.status = n
+		return nil
+	})
+	cmd.Flags().Var(f.headers, "header", "header of the outcome, as 'Name: value'; repeatable")
+	cli.AddText(cmd.Flags(), "body-file", 4096, "file with the body of the outcome; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
+	const bounds = "1m to 87600h"
+	cli.AddOption(cmd.Flags(), "window", "duration", "", "how long the key is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < time.Minute || d > cli.AgeMax {
+			return errors.New("want a duration such as 24h, " + bounds)
+		}
+		f.window = d
+		return nil
+	})
+	cli.AddBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
+	cli.CommandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
+	newKeyAct(s, cmd, a, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
+		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
+		if f.forever {
+			outcome.Window = nil
+		}
+		var err error
+		if outcome.Body, err = f.body(cmd.InOrStdin()); err != nil {
+			return nil, err
+		}
+		return keys.Finish(ctx, pool, s.Schema, a.by, place, outcome)
+	}, f.said)
+	s.Check(cmd, f.Validate)
+	return cmd
+}
+
+// Validate returns all problems of flags that depend on each other.
+func (f *finishing) Validate() error {
+	var problems []error
+	if f.status < 0 {
+		problems = append(problems, errors.New("--status is missing: want the status that requests get"))
+	}
+	switch window := f.window != 0; {
+	case f.forever && window:
+		problems = append(problems, errors.New("--forever and --window: want one of them"))
+	case !f.forever && !window:
+		problems = append(problems, errors.New("--window or --forever is missing: want how long the outcome is remembered, as in Config.Window or Config.Forever "+
+			"of the operation; a request that comes after too short a window is executed again"))
+	}
+	return errors.Join(problems...)
+}
+
+func (f *finishing) said(changed *keys.Changed) string {
+	text := finished(changed, f.status)
+	if changed.Was.Sealed && (len(f.headers) > 0 || f.file != "") {
+		text += "; its texts were encrypted, this outcome is not"
+	}
+	return text
+}
+
+func (f *finishing) body(stdin io.Reader) (body []byte, err error) {
+	from := stdin
+	switch f.file {
+	case "":
+		return nil, nil
+	case "-":
+	default:
+		file, err := os.Open(f.file)
+		if err != nil {
+			return nil, usageError{fmt.Errorf("--body-file: %w", err)}
+		}
+		defer func() { _ = file.Close() }()
+		from = file
+	}
+	body, err = io.ReadAll(io.LimitReader(from, bodyMax+1))
+	if err != nil {
+		return nil, usageError{fmt.Errorf("--body-file: %w", err)}
+	}
+	if len(body) > bodyMax {
+		return nil, usageError{fmt.Errorf("--body-file: want at most %d bytes", bodyMax)}
+	}
+	return body, nil
+}
+
+// headerFlag is a repeatable flag.
+type headerFlag map[string][]string
+
+func (headerFlag) String() string { return "" }
+func (headerFlag) Type() string   { return "string" }
+
+// Set refuses headers that must not be replayed to other clients.
+func (h headerFlag) Set(text string) error {
+	name, value, found := strings.Cut(text, ":")
+	name, value = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)), strings.TrimSpace(value)
+	if !found || name == "" || !utf8.ValidString(text) || strings.ContainsAny(name, " \t") || strings.ContainsFunc(name+value, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+		return errors.New("want 'Name: value'")
+	}
+	if idempotency.NeverStored(name) {
+		return errors.New("want no header of a single client, connection or moment")
+	}
+	h[name] = append(h[name], value)
+	return nil
+}

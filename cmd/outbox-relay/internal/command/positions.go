@@ -1,0 +1,161 @@
+package command
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+)
+
+func newPositions(s *cli.Settings) *cobra.Command {
+	var filter inspect.PositionFilter
+	var asJSON bool
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
+		Use:   "positions",
+		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
+		Long: `Show, per shard of a relay: holder, tick and its age, floor, and rows that wait. Show, per
+partition of a group: stored position, holder, operators' orders, and why it halted. With --brokers also the ends of
+topics, and topics of consumers that do not exist.
+
+Exit status 1 if the group of --group has no positions, or if Kafka failed: then the rest is shown with the error.`,
+		Example: `  outbox-relay positions
+  outbox-relay positions --group billing --topic orders --json`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("relay") {
+				filter.Relay = &s.Relay
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
+			defer cancel()
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				kafka, err := openKafka(s, s.Logger(cmd.ErrOrStderr()))
+				if err != nil {
+					return err
+				}
+				if kafka != nil {
+					defer kafka.Client.Close()
+				}
+				positions, err := inspect.ReadPositions(ctx, conn, kafka, s.Schema, filter)
+				if err != nil {
+					return err
+				}
+				if none := len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0; none && (filter.Group != nil || !asJSON) {
+					if filter.Group != nil {
+						return fmt.Errorf("group %q has no positions: it has not run, or its name is misspelt; \"outbox-relay positions\" shows all", *filter.Group)
+					}
+					return terminal.Say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
+				}
+				if asJSON {
+					err = terminal.PrintJSON(cmd.OutOrStdout(), positions)
+				} else {
+					err = printPositions(cmd.OutOrStdout(), positions)
+				}
+				if err == nil && positions.KafkaError != "" {
+					return errUnhealthy
+				}
+				return err
+			})
+		},
+	}, cli.FlagDatabaseURL))
+	cli.AddText(cmd.Flags(), "group", 255, "only this consumer group", cli.Into(&filter.Group))
+	cli.AddText(cmd.Flags(), "topic", 249, "only this topic's positions", cli.Into(&filter.Topic))
+	cli.CommandLineOnly(cmd.Flags(), "group", "topic")
+	cli.AddJSON(cmd, &asJSON)
+	return cmd
+}
+
+func printPositions(out io.Writer, p *inspect.Positions) error {
+	var text strings.Builder
+	if len(p.Shards) > 0 {
+		text.WriteString("relay\tshard\twaiting\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch\n")
+	}
+	for _, s := range p.Shards {
+		age, owner, left := "-", "none", "-"
+		if s.TickAgeSeconds != nil {
+			age = human.Seconds(*s.TickAgeSeconds)
+		}
+		if s.Owner != "" {
+			owner, left = terminal.Plain(s.Owner), human.Seconds(s.LeaseLeftSeconds)
+		}
+		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
+	}
+	if err := terminal.PrintTable(out, text.String()); err != nil {
+		return err
+	}
+	text.Reset()
+	if len(p.Consumers) > 0 {
+		text.WriteString("group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\tordered\ttrouble\n")
+	}
+	for _, c := range p.Consumers {
+		trouble := "-"
+		if c.Trouble != "" {
+			trouble = terminal.Clip(c.Trouble, errorWidth)
+		}
+		terminal.Add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
+			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), human.Seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
+	}
+	if err := terminal.PrintTable(out, text.String()); err != nil {
+		return err
+	}
+	text.Reset()
+	for i, c := range p.Consumers {
+		if c.Members != nil && *c.Members == 0 && (i == 0 || p.Consumers[i-1].Group != c.Group) {
+			terminal.Add(&text, "group %s has no members: no consumer of it runs\n", terminal.Plain(c.Group))
+		}
+		if c.Deleted != nil && *c.Deleted > 0 {
+			terminal.Add(&text, "%s/%d: Kafka deleted %s at or after the position of group %s: the consumer applies its reset policy, or halts\n",
+				terminal.Plain(c.Topic), c.Partition, human.Count(*c.Deleted, "record"), terminal.Plain(c.Group))
+		}
+	}
+	for _, pause := range p.Paused {
+		terminal.Add(&text, "topic %s is paused %s\n", terminal.Plain(pause.Topic), pauseText(pause))
+	}
+	for _, m := range p.MissingTopics {
+		terminal.Add(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", terminal.Plain(m.Topic), consumerText(m.Consumer))
+	}
+	if p.KafkaError != "" {
+		text.WriteString(kafkaErrorText("topics and groups are incomplete", p.KafkaError))
+	}
+	return terminal.Write(out, text.String())
+}
+
+// holderText names the holder of a partition or, if the group has no members, the last holder.
+func holderText(c *inspect.Position) string {
+	switch {
+	case c.Released || c.Owner == "":
+		return "none"
+	case c.Members != nil && *c.Members == 0:
+		return "none (last " + terminal.Plain(c.Owner) + ")"
+	}
+	return terminal.Plain(c.Owner)
+}
+
+// orderedText lists the operators' orders that still apply.
+func orderedText(c *inspect.Position) string {
+	var orders []string
+	if c.Paused {
+		orders = append(orders, "pause")
+	}
+	if c.ResumeAt != nil {
+		orders = append(orders, "resume at "+consumers.AtText(*c.ResumeAt))
+	}
+	return cmp.Or(strings.Join(orders, ", "), "-")
+}
+
+func numberText(n *int64) string {
+	if n == nil {
+		return "-"
+	}
+	return strconv.FormatInt(*n, 10)
+}

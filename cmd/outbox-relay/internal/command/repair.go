@@ -1,0 +1,98 @@
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func newRepair(s *cli.Settings) *cobra.Command {
+	by := operator.By{Why: "by hand"}
+	var dryRun, asJSON bool
+	cmd := cli.Needs(&cobra.Command{
+		Use:   "repair",
+		Short: "Repair a sequence of the outbox that went back",
+		Long: `Repair a sequence of the outbox that went back: after logical replication (which does not copy sequences), TRUNCATE
+... RESTART IDENTITY, or setval. Without the repair, new rows get numbers that relays take for published.
+
+The sequence moves above every known number. Rows not proven to be published get new numbers, in their order, and are
+published: some for the second time, under the same IDs; none is lost. All relays take their leases again and continue.
+If no sequence went back nothing changes.
+
+Until then relays publish and remove nothing. Run this as an operator or as the owner of the tables. Transactions that
+write to the outbox wait about as long as a bulk insert of the renumbered rows takes. The repair is recorded.
+
+Exit status 1 if transactions that write to the outbox stay open for more than three seconds: try again. With
+--dry-run also if there is something to repair.`,
+		Example: `  outbox-relay repair --dry-run
+  outbox-relay repair --why "upgrade by logical replication"`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			sign(&by)
+			limit := time.Hour // a repair of many rows takes long
+			if dryRun {
+				limit = cli.ChangeMax
+			}
+			return s.OnSchemaFor(cmd.Context(), limit, func(ctx context.Context, pool *pgxpool.Pool) error {
+				if dryRun {
+					return describeSequences(ctx, pool, s.Schema, asJSON, cmd.OutOrStdout())
+				}
+				return repairSequences(ctx, pool, relay.RepairOptions{Schema: s.Schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
+			})
+		},
+	}, cli.FlagDatabaseURL)
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what is wrong")
+	addBy(cmd, &by, &asJSON, "reason")
+	return cmd
+}
+
+func describeSequences(ctx context.Context, pool *pgxpool.Pool, schema string, asJSON bool, out io.Writer) error {
+	state, err := relay.ReadSequences(ctx, pool, schema)
+	if err != nil {
+		return err
+	}
+	switch {
+	case asJSON:
+		err = terminal.PrintJSON(out, state)
+	case !state.Behind:
+		err = terminal.Say(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
+	default:
+		err = terminal.Say(out, "to repair: the sequence of rows is at %d, the largest known number is %d; that of ticks is at %d, the largest is %d\n",
+			state.SeqLast, state.SeqKnown, state.TickLast, state.TickKnown)
+		if err == nil && state.Reused != nil {
+			err = terminal.Say(out, "the row with seq %d has a number that was used before\n", *state.Reused)
+		}
+	}
+	if err == nil && state.Behind {
+		return errUnhealthy
+	}
+	return err
+}
+
+func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairOptions, asJSON bool, out io.Writer) error {
+	done, err := relay.Repair(ctx, pool, opts)
+	switch {
+	case errors.Is(err, relay.ErrSequenceBusy):
+		return fmt.Errorf("%w: try again, or look for them with \"outbox-relay doctor\"", err)
+	case err != nil:
+		return err
+	case asJSON:
+		return terminal.PrintJSON(out, done)
+	case !done.Repaired:
+		_, err = io.WriteString(out, "nothing to repair\n")
+	default:
+		err = terminal.Say(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
+			done.Renumbered, done.SeqBefore, done.SeqAfter, done.TickBefore, done.TickAfter)
+	}
+	return err
+}

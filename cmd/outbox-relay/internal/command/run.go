@@ -1,0 +1,135 @@
+package command
+
+import (
+	"context"
+	"log/slog"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/relay"
+)
+
+type runner struct {
+	*cli.Settings
+	config relay.Config
+	// databaseWait is how long a start waits for an unreachable database.
+	databaseWait time.Duration
+	shards       int
+	endpoints    endpoints
+}
+
+func newRun(s *cli.Settings) *cobra.Command {
+	r := &runner{Settings: s}
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
+		Use:   "run",
+		Short: "Publish outbox rows to Kafka until SIGTERM",
+		Long: `Publish outbox rows to Kafka: every committed row at least once, the rows of a key in order. With --exactly-once,
+records and progress are in one Kafka transaction: readers with isolation.level read_committed see each row once,
+whatever is killed.
+
+Any number of replicas may run: each shard of the keys is published by one of them, the others stand by. --shards only
+counts at the first start; later use "outbox-relay shards".
+
+SIGTERM and SIGINT drain: the relay waits for records in flight, stores progress and releases its leases. A second
+signal ends the process at once; the next replica then publishes the last rows again.
+
+It waits for an unreachable database: at the start for --database-wait, later indefinitely. What the database refuses,
+such as a password, is an error at once.
+
+  outbox-relay run --listen :9464                   # in a container
+  outbox-relay run --pprof-address 127.0.0.1:6060   # profiles`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return r.run(cmd.Context(), s.Logger(cmd.ErrOrStderr()))
+		},
+	}, cli.FlagDatabaseURL, cli.FlagBrokers))
+	flags := cmd.Flags()
+	cli.AddRange(flags, &r.config.Lease, "lease", bounds.Lease, "how long the lease of a dead replica blocks the others")
+	cli.AddRange(flags, &r.config.DrainMax, "drain-max", bounds.DrainMax, "how long a stop waits for records in flight")
+	cli.AddInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
+	cli.AddBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
+	cli.AddRange(flags, &r.config.TransactionMax, "transaction-max", bounds.TransactionMax, "with --exactly-once: how long a transaction gathers rows of a backlog; half of it for others")
+	cli.AddText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
+	cli.AddBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
+	addTopicPrefix(flags, &r.config.TopicPrefix)
+	cli.AddChoice(flags, &r.config.Compression, "kafka-compression", []string{"none", "gzip", "snappy", "lz4", "zstd"}, "snappy", "compression of records")
+	cli.AddInt(flags, &r.config.RecordBytesMax, "record-bytes-max", 1_048_588, 1024, 90_000_000, "largest record and batch, in bytes; as max.message.bytes of topics")
+	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
+	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
+	r.endpoints.addFlags(flags)
+	s.Check(cmd, r.endpoints.Validate)
+	return cmd
+}
+
+func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
+	relaxCollector()
+	watch, err := r.openWatch(ctx, logger)
+	if err != nil {
+		return err
+	}
+	defer watch.close()
+	pool, err := r.ConnectWaiting(ctx, r.databaseWait, logger)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	if err := migrations.Check(ctx, pool, migrations.Options{Schema: r.Schema}); err != nil {
+		return err
+	}
+	r.config.Schema, r.config.Name, r.config.Logger, r.config.Shards = r.Schema, r.Relay, logger, int16(r.shards)
+	r.config.Hooks = watch.hooks()
+	publisher, err := relay.New(pool, r.KafkaOptions(logger), r.config)
+	if err != nil {
+		return err
+	}
+	logger.InfoContext(ctx, "relay starts", "relay", r.Relay, "database", r.Target(), "schema", r.Schema,
+		"brokers", strings.Join(r.Brokers, ","), "version", readVersion().Version)
+	r.lookForBrokers(ctx, logger)
+	defer context.AfterFunc(ctx, func() {
+		logger.Info("relay drains; a second signal ends it at once", "relay", r.Relay, "drain_max", r.config.DrainMax)
+	})()
+	if err := watch.begin(ctx, pool, logger); err != nil {
+		return err
+	}
+	if err := publisher.Run(ctx); err != nil {
+		return err
+	}
+	logger.InfoContext(ctx, "relay stopped", "relay", r.Relay)
+	return nil
+}
+
+// lookForBrokers only warns: rows wait in the outbox until a broker answers.
+func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
+	client, err := r.KafkaClient(cli.BrokersMax)
+	if err != nil {
+		return // the relay's own client reports the same error
+	}
+	defer client.Close()
+	limited, cancel := context.WithTimeout(ctx, cli.BrokersMax)
+	defer cancel()
+	if err := client.Ping(limited); err != nil && ctx.Err() == nil {
+		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network, TLS and credentials",
+			"brokers", strings.Join(r.Brokers, ","), "error", err)
+	}
+}
+
+// gcPercent is the allowed garbage in percent of the live heap. A relay holds some tens of MB and
+// produces a kilobyte of garbage for each row. With Go's 100 it spends a good part of its CPU time
+// on collecting; with 300 it takes twice the memory and saves no time that could be measured.
+// Measured by outbox-relay bench relay.
+const gcPercent = 150
+
+const gcPercentOfGo = 100
+
+// relaxCollector lets the garbage collector run less often, unless GOGC is set.
+func relaxCollector() {
+	if before := debug.SetGCPercent(gcPercent); before != gcPercentOfGo {
+		debug.SetGCPercent(before)
+	}
+}

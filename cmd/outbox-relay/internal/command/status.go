@@ -1,0 +1,292 @@
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"github.com/twmb/franz-go/pkg/kadm"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// statusMax is the time limit of the database's answers.
+const statusMax = 30 * time.Second
+
+type statusOptions struct {
+	interval, ageMax time.Duration
+	lagAgeMax        time.Duration
+	watch            time.Duration // 0: once
+	parkedMax        int
+	json             bool
+	relay            string // empty: all
+}
+
+func newStatus(s *cli.Settings) *cobra.Command {
+	var opts statusOptions
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
+		Use:   "status",
+		Short: "Show backlog, publishing rate, replicas and consumers",
+		Long: `Show backlog, publishing rate and replicas of relays; per consumer, halted partitions and why, parked messages and
+paused topics. With --brokers also topics of consumers that do not exist. With --relay only that relay, and all
+consumers.
+
+Exit status 1 if rows wait and no replica holds the lease or reaches Kafka; a replica is stuck; a row waits for longer
+than --age-max, or a scheduled message is overdue for longer; rows are in outbox_dead; a sequence went back (see
+"outbox-relay repair"); a partition halted; a consumer is later than --lag-age-max, or gone for longer; or more than
+--parked-max messages are parked.`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("relay") {
+				opts.relay = s.Relay
+			}
+			if opts.watch > 0 {
+				return watchStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
+			}
+			return showStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
+		},
+	}, cli.FlagDatabaseURL))
+	cli.AddDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
+	cli.AddDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
+	addLagAgeMax(cmd.Flags(), &opts.lagAgeMax)
+	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
+	cli.CommandLineOnly(cmd.Flags(), "watch")
+	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
+	cli.AddJSON(cmd, &opts.json)
+	return cmd
+}
+
+// addLagAgeMax adds the flag of commands that judge consumers.
+func addLagAgeMax(flags *pflag.FlagSet, target *time.Duration) {
+	cli.AddDuration(flags, target, "lag-age-max", doctor.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
+}
+
+func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
+	ctx, cancel := context.WithTimeout(ctx, statusMax+opts.interval)
+	defer cancel()
+	conn, err := s.Connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer cli.HangUp(ctx, conn)
+	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
+		return err
+	}
+	status, err := readStatus(ctx, s, conn, opts)
+	if err != nil {
+		return err
+	}
+	if opts.json {
+		err = terminal.PrintJSON(out, status)
+	} else {
+		err = printStatus(out, status)
+	}
+	if err == nil && !status.Well {
+		return errUnhealthy
+	}
+	return err
+}
+
+func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
+	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
+	if len(s.Brokers) > 0 {
+		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
+		want.Open = func(ctx context.Context, topic string, partition int32) (open error) {
+			_ = withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) error { // an error: it is unknown
+				ends, err := admin.ListEndOffsets(ctx, topic)
+				if end, known := ends.Lookup(topic, partition); known {
+					open = topicscan.Open(ctx, admin, topic, map[int32]int64{partition: end.Offset})
+				}
+				return err
+			})
+			return open
+		}
+	}
+	if opts.interval > 0 {
+		before, err := pipeline.Shards(ctx, conn, s.Schema, nil)
+		if err != nil {
+			return nil, err
+		}
+		want.Before = before
+		if !pause.For(ctx, opts.interval) {
+			return nil, ctx.Err()
+		}
+	}
+	return doctor.ReadStatus(ctx, conn, s.Schema, want)
+}
+
+// missingMax is the time limit of the brokers' answer. It is short, because the status comes from
+// the database and must not wait for brokers.
+const missingMax = 2 * time.Second
+
+func missingTopics(ctx context.Context, s *cli.Settings, topics []string) (absent []string, err error) {
+	err = withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) (err error) {
+		absent, err = consumers.Missing(ctx, admin, topics)
+		return err
+	})
+	return absent, err
+}
+
+func withAdmin(ctx context.Context, s *cli.Settings, ask func(context.Context, *kadm.Client) error) error {
+	client, err := s.KafkaClient(missingMax)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(ctx, missingMax)
+	defer cancel()
+	return ask(ctx, kadm.NewClient(client))
+}
+
+func printStatus(out io.Writer, status *doctor.Status) error {
+	if err := terminal.PrintTable(out, relaysText(status)); err != nil {
+		return err
+	}
+	if status.Scheduled.Count > 0 {
+		if _, err := io.WriteString(out, scheduledText(status.Scheduled)); err != nil {
+			return err
+		}
+	}
+	if err := terminal.Say(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
+		return err
+	}
+	if len(status.Consuming) > 0 {
+		if err := terminal.PrintTable(out, consumersText(status)); err != nil {
+			return err
+		}
+	}
+	var text strings.Builder
+	if d := status.Dedup; d != nil {
+		text.WriteString(claimsText(d))
+	}
+	for _, note := range status.Notes {
+		terminal.Add(&text, "note: %s\n", note)
+	}
+	for _, problem := range status.Problems {
+		terminal.Add(&text, "not well: %s\n", problem)
+	}
+	if status.Well {
+		terminal.Add(&text, "well\n")
+	}
+	return terminal.Write(out, text.String())
+}
+
+func scheduledText(s doctor.Scheduled) string {
+	some := func(n int64, exact bool) string {
+		if exact {
+			return strconv.FormatInt(n, 10)
+		}
+		return "more than " + strconv.FormatInt(n, 10)
+	}
+	text := "scheduled for later: " + some(s.Count, s.CountExact)
+	if s.Overdue > 0 {
+		text += fmt.Sprintf(", %s of them overdue, the oldest for %s", some(s.Overdue, s.OverdueExact), human.Seconds(s.OldestOverdueSeconds))
+	}
+	return text + "\n"
+}
+
+// claimsText is the size of the claims, in up to two lines.
+func claimsText(d *dedup.Stats) string {
+	maintained := "never maintained"
+	if d.MaintainedSeconds != nil {
+		maintained = "maintained " + human.Seconds(*d.MaintainedSeconds) + " ago"
+	}
+	each := ""
+	if d.BytesPerClaim > 0 {
+		each = fmt.Sprintf(", %.0f bytes each", d.BytesPerClaim)
+	}
+	text := terminal.Fill("claims: about %d in %s%s, of these %d without time; forever %d in %s; days %s to %s, %s\n",
+		d.Claims, bytesText(d.Bytes), each, d.Untimed, d.Forever, bytesText(d.ForeverBytes),
+		d.OldestDay.Format(time.DateOnly), d.LastDay.Format(time.DateOnly), maintained)
+	if d.HeldBack != "" {
+		text += terminal.Fill("claims are kept beyond every window for the position of %s\n", terminal.Plain(d.HeldBack))
+	}
+	return text
+}
+
+func bytesText(n int64) string {
+	if n < 1<<30 {
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	}
+	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+}
+
+func relaysText(status *doctor.Status) string {
+	var text strings.Builder
+	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
+	for _, r := range status.Relays {
+		waiting, oldest, rate, owner, left := waitingText(r.Progress), "-", "-", "none", "-"
+		if r.OldestWaitingSeconds > 0 {
+			oldest = human.Seconds(r.OldestWaitingSeconds)
+		}
+		if r.RowsPerSecond != nil {
+			rate = fmt.Sprintf("%.0f", *r.RowsPerSecond)
+		}
+		if r.Owner != "" {
+			owner, left = terminal.Plain(r.Owner), human.Seconds(r.LeaseLeftSeconds)
+		}
+		terminal.Add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, doctor.ReasonsText(r.Dead, r.DeadExact), owner, left, r.Epoch)
+	}
+	return text.String()
+}
+
+func waitingText(s pipeline.Progress) string {
+	text := strconv.FormatInt(s.Waiting, 10)
+	if !s.WaitingExact {
+		text = "about " + text
+	}
+	return text
+}
+
+func consumersText(status *doctor.Status) string {
+	var text strings.Builder
+	text.WriteString("consumer\tpartitions\thalted\tbehind\tparked\tkeys held\toldest parked\n")
+	for _, c := range status.Consuming {
+		oldest := "-"
+		if c.OldestParkedSeconds > 0 {
+			oldest = human.Seconds(c.OldestParkedSeconds)
+		}
+		behind := "-"
+		if c.Behind != nil {
+			behind = human.Seconds(c.Behind.AgeSeconds)
+		}
+		terminal.Add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, doctor.ReasonsText(c.Parked, c.ParkedExact), c.HeldKeys, oldest)
+	}
+	return text.String()
+}
+
+// watchStatus repeats the status until ctx ends, and then returns nil.
+func watchStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
+	again := time.NewTicker(opts.watch)
+	defer again.Stop()
+	for {
+		terminal.NewScreen(out).Clear()
+		if err := showStatus(ctx, s, opts, out); err != nil && !errors.Is(err, errUnhealthy) {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return err
+		}
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}

@@ -1,0 +1,71 @@
+package command
+
+import (
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// versionInfo is what "version --json" prints.
+type versionInfo struct {
+	Version  string `json:"version"`
+	Revision string `json:"revision"` // of the source; empty if the build does not record it
+	Modified bool   `json:"modified"` // the source had uncommitted changes
+	Schema   int    `json:"schema_version"`
+	Go       string `json:"go"`
+}
+
+func newVersion(*cli.Settings) *cobra.Command {
+	var asJSON bool
+	cmd := cli.Offline(&cobra.Command{
+		Use:   "version",
+		Short: "Print the versions of program, schema and Go",
+		Args:  cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			v := readVersion()
+			if asJSON {
+				return terminal.PrintJSON(cmd.OutOrStdout(), v)
+			}
+			revision := v.Revision
+			if revision == "" {
+				revision = "unknown"
+			}
+			if v.Modified {
+				revision += " with changes"
+			}
+			err := terminal.Say(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
+				v.Version, revision, v.Schema, v.Go)
+			return err
+		},
+	})
+	cli.AddJSON(cmd, &asJSON)
+	return cmd
+}
+
+func readVersion() versionInfo {
+	v := versionInfo{Version: "unknown"}
+	if all, err := migrations.All(migrations.Options{}); err == nil {
+		v.Schema = len(all)
+	}
+	info, found := debug.ReadBuildInfo()
+	if !found {
+		return v
+	}
+	v.Go = info.GoVersion
+	if info.Main.Version != "" {
+		v.Version = info.Main.Version
+	}
+	for _, setting := range info.Settings {
+		switch setting.Key {
+		case "vcs.revision":
+			v.Revision = setting.Value
+		case "vcs.modified":
+			v.Modified = setting.Value == "true"
+		}
+	}
+	return v
+}

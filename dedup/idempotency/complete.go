@@ -330,7 +330,7 @@ func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 	if err := f.knows(s); err != nil {
 		return false, errors.Join(err, f.leave(ctx, key, s, nil))
 	}
-	if f.running.add(key, 0) > 0 {
+	if f.op.gate.count(key, 0) > 0 {
 		return false, f.leave(ctx, key, s, nil)
 	}
 	phase := f.phases[len(s.phases)]

@@ -281,6 +281,31 @@ func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "k"))
 }
 
+// Property: what the work changes of its session reaches no other request, whether it is committed or not.
+func TestSessionsOfTheWorkAreNotUsedAgain(t *testing.T) {
+	t.Parallel()
+	pool := poolOf(t, newPool(t), 1)
+	o := newOperation(t, pool, idempotency.Config{})
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Operation: "flow"}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, _ *step) error {
+			_, err := tx.Exec(ctx, `SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY`)
+			return err
+		}}, ends("flow"),
+	})
+	for value, failure := range map[string]error{"committed": nil, "rolled back": errAway} {
+		_, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			_, err := tx.Exec(ctx, `SELECT pg_catalog.set_config('search_path', 'elsewhere', false)`)
+			return idempotency.Response{Status: 201}, errors.Join(err, failure)
+		})
+		require.Equal(t, failure == nil, err == nil, err)
+		_, err = o.Once(t.Context(), key("after "+value), insertOnce("after "+value))
+		require.NoError(t, err)
+	}
+	_, err := flow.Do(t.Context(), idempotency.Key{Scope: "tenant", Value: "k"}, nil)
+	require.NoError(t, err)
+	require.Equal(t, 1, effects(t, pool, "flow"))
+}
+
 // Property: a phase that panics, or ends its goroutine, frees its key at once: the next request
 // continues there, however long the lock is. If its call must not be repeated, the key is in doubt
 // at once. The panic reaches the caller unchanged. Rows H1, H5 of guarantees.md.

@@ -32,7 +32,6 @@ type Flow[S any] struct {
 	names  []string
 	// Slots that bound how many keys are completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
-	running                 counts // user functions by key: while one runs that was left behind, nothing is decided
 }
 
 // FlowConfig of a Flow. The zero value works.
@@ -321,7 +320,7 @@ func (f *Flow[S]) knows(s *stored) error {
 	if s.calling != nil {
 		begun = append(slices.Clone(begun), *s.calling)
 	}
-	if s.flow == f.cfg.Name && begins(begun, f.names) && len(s.phases) < len(f.names) {
+	if s.flow == f.cfg.Name && len(s.phases) < len(f.names) && len(begun) <= len(f.names) && slices.Equal(begun, f.names[:len(begun)]) {
 		return nil
 	}
 	return fmt.Errorf("%w: done and called are %q of flow %q, known %q of flow %q", ErrUnknownRecoveryPoint, begun, s.flow, f.names, f.cfg.Name)

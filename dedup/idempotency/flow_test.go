@@ -103,7 +103,7 @@ func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
 				found = s.State
 				return book(ctx, tx, s)
 			}
-			flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: time.Minute}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 				calls(true, func(*step) error {
 					if made++; made == 1 {
 						return idempotency.NotDone(errAway)

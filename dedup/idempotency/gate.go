@@ -16,9 +16,24 @@ type gate struct {
 	sync.Mutex
 	lines   map[name]*line
 	waiting map[string]int // waiting requests, by scope
+	running map[name]int   // functions of phases: while one runs that was left behind, nothing is decided
 }
 
-func newGate() gate { return gate{lines: map[name]*line{}, waiting: map[string]int{}} }
+func newGate() gate {
+	return gate{lines: map[name]*line{}, waiting: map[string]int{}, running: map[name]int{}}
+}
+
+// count adds to the functions that run, and returns their number.
+func (g *gate) count(key Key, more int) int {
+	g.Lock()
+	defer g.Unlock()
+	at := name{key.Scope, key.Value}
+	n := g.running[at] + more
+	if g.running[at] = n; n == 0 {
+		delete(g.running, at)
+	}
+	return n
+}
 
 // name is the key within its operation.
 type name struct{ scope, value string }

@@ -8,7 +8,6 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"runtime/debug"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -111,7 +110,7 @@ var errLeftBehind = errors.New("it did not return when its context ended, and wa
 // what it does then must not be used. A panic, or the end of its goroutine, is an unwound error.
 func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error {
 	ended := make(chan error, 1)
-	f.running.add(key, 1)
+	f.op.gate.count(key, 1)
 	go func() {
 		var err error = &unwound{} // unless it returns
 		defer func() {
@@ -120,7 +119,7 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 				err = &unwound{p}
 			}
 			ended <- err
-			f.running.add(key, -1)
+			f.op.gate.count(key, -1)
 		}()
 		err = call()
 	}()
@@ -158,26 +157,6 @@ func again(err error) {
 	default:
 		panic(u.panicked)
 	}
-}
-
-// counts counts something of keys.
-type counts struct {
-	sync.Mutex
-	of map[name]int
-}
-
-// add returns the count after n were added.
-func (c *counts) add(key Key, n int) int {
-	c.Lock()
-	defer c.Unlock()
-	if c.of == nil {
-		c.of = map[name]int{}
-	}
-	at := name{key.Scope, key.Value}
-	if c.of[at] += n; c.of[at] == 0 {
-		defer delete(c.of, at)
-	}
-	return c.of[at]
 }
 
 // expired handles a phase that finds effects of an earlier execution. If no foreign system was

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -230,9 +229,4 @@ func (o *Operation) open(k Key, column string, text []byte, sealed bool) ([]byte
 
 func bound(k Key, column string) []byte {
 	return hash("seal", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(column))
-}
-
-// begins reports whether the phases that are done are the first ones of a list.
-func begins(done, list []string) bool {
-	return len(done) <= len(list) && slices.Equal(done, list[:len(done)])
 }

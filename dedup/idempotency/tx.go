@@ -31,6 +31,7 @@ type transaction struct {
 
 	guarded     bool // see guardSQL
 	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
+	lasting     bool // the session is changed: the connection is not used again
 }
 
 var (
@@ -78,8 +79,11 @@ func (t *transaction) Leave(error) {
 	}
 }
 
-// Statement implements handlertx.Gate.
-func (t *transaction) Statement(string) {}
+// Statement implements handlertx.Gate. What the work changes of its session must not reach other requests.
+func (t *transaction) Statement(sql string) {
+	_, lasts := handlertx.Session(sql)
+	t.lasting = t.lasting || lasts
+}
 
 // Misused implements handlertx.Gate.
 func (t *transaction) Misused(err error) error {
@@ -226,7 +230,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 		if err != nil {
 			rollback(ctx, conn)
 		}
-		pooled.Release() // before the caller continues, and may acquire it again
+		t.release(ctx, pooled) // before the caller continues, and may acquire it again
 		done <- err
 	}()
 	timer := time.NewTimer(t.o.cfg.StatementTimeout + commitGrace)
@@ -262,8 +266,17 @@ func (t *transaction) end(ctx context.Context) {
 		return
 	}
 	rollback(ctx, t.pooled.Conn())
-	t.pooled.Release()
+	t.release(ctx, t.pooled)
 	t.pooled = nil
+}
+
+func (t *transaction) release(ctx context.Context, pooled *pgxpool.Conn) {
+	if t.lasting {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackMax)
+		defer cancel()
+		_ = pooled.Conn().Close(ctx)
+	}
+	pooled.Release()
 }
 
 // rollback rolls back. If the connection does not answer, the pool closes it and the server rolls

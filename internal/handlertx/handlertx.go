@@ -335,3 +335,28 @@ func (r failedRows) Values() ([]any, error)                       { return nil, 
 func (r failedRows) RawValues() [][]byte                          { return nil }
 func (r failedRows) Conn() *pgx.Conn                              { return nil }
 func (r failedRows) TypeMap() *pgtype.Map                         { return nil }
+
+// Session reports whether a statement changes the session of the connection (role, setting, temporary
+// table, lock), which must not reach the next transaction, and whether the change would outlast this one.
+func Session(sql string) (changes, lasts bool) {
+	switch verb, rest := Verb(sql); verb {
+	case "set":
+		kind, _ := Verb(rest)
+		changes, lasts = true, !slices.Contains([]string{"local", "constraints", "transaction"}, kind)
+	case "reset", "discard", "listen", "unlisten", "load", "deallocate":
+		changes, lasts = true, true
+	case "create", "declare":
+		words := strings.Fields(strings.ToLower(rest))
+		temporary := func(word string) bool { return word == "temp" || word == "temporary" }
+		text := strings.Join(words, " ")
+		changes = slices.ContainsFunc(words[:min(4, len(words))], temporary) || strings.Contains(text, " with hold ")
+		lasts = changes && !strings.Contains(text, " on commit drop")
+	}
+	if strings.Contains(sql, "_c") || strings.Contains(sql, "_C") || strings.Contains(sql, "visory_l") || strings.Contains(sql, "VISORY_L") {
+		text := strings.ReplaceAll(strings.ToLower(sql), " ", "")
+		n, locks := strings.Count(text, "set_config("), strings.Contains(text, "advisory_lock")
+		changes = changes || n > 0 || locks
+		lasts = lasts || n > strings.Count(text, ",true)") || locks
+	}
+	return changes, lasts
+}

@@ -125,29 +125,6 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 	}
 }
 
-// Marked waits until brokers have marked the end of each transaction in a topic, which they
-// acknowledge before. No transaction may be open.
-func Marked(tb testing.TB, topic string) {
-	tb.Helper()
-	admin := kadm.NewClient(Client(tb))
-	until(tb, "transactions are marked in topic "+topic, func(ctx context.Context) error {
-		ends, err := admin.ListEndOffsets(ctx, topic)
-		if err != nil {
-			return err
-		}
-		committed, err := admin.ListCommittedOffsets(ctx, topic)
-		if err != nil {
-			return err
-		}
-		ends.Each(func(end kadm.ListedOffset) {
-			if c, ok := committed.Lookup(topic, end.Partition); !ok || c.Offset < end.Offset {
-				err = fmt.Errorf("partition %d: the last one is at %d, the end of what is committed at %d", end.Partition, end.Offset, c.Offset)
-			}
-		})
-		return cmp.Or(err, ends.Error(), committed.Error())
-	})
-}
-
 // offsetsToRead returns the end of each partition that has records before it.
 func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string, end endOf) (map[int32]int64, error) {
 	starts, err := admin.ListStartOffsets(ctx, topic)

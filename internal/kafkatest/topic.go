@@ -74,28 +74,6 @@ func Configure(tb testing.TB, topic, name, value string) {
 	})
 }
 
-// AddPartitions adds partitions to a topic, and returns when they can be used.
-func AddPartitions(tb testing.TB, topic string, more int) {
-	tb.Helper()
-	admin := kadm.NewClient(Client(tb))
-	before, err := admin.ListStartOffsets(tb.Context(), topic)
-	if err == nil {
-		var added kadm.CreatePartitionsResponses
-		added, err = admin.CreatePartitions(tb.Context(), more, topic)
-		err = cmp.Or(err, added.Error())
-	}
-	if err != nil {
-		tb.Fatalf("add partitions to topic %s: %v", topic, err)
-	}
-	until(tb, "the added partitions can be used", func(ctx context.Context) error {
-		now, err := admin.ListStartOffsets(ctx, topic)
-		if err = cmp.Or(err, now.Error()); err == nil && len(now[topic]) < len(before[topic])+more {
-			err = errors.New("not yet")
-		}
-		return err
-	})
-}
-
 // until waits until a condition returns no error: brokers learn of a change after the controller
 // has answered.
 func until(tb testing.TB, what string, condition func(ctx context.Context) error) {

@@ -21,6 +21,7 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -180,7 +181,7 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 	produce(&commit) // 0, its end 1
 	produce(&abort)  // 2, 3
 	produce(&commit) // 4, 5
-	kafkatest.Marked(t, topic)
+	marked(t, topic)
 	var offsets kadm.Offsets
 	offsets.Add(kadm.Offset{Topic: topic, At: 1})
 	deleted, err := kadm.NewClient(kafkatest.Client(t)).DeleteRecords(t.Context(), offsets)
@@ -205,7 +206,7 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 	assert.Equal(t, inspect.PlaceOpen, open.At.State)
 	assert.Len(t, open.Records, 1)
 	require.NoError(t, producer.EndTransaction(t.Context(), kgo.TryAbort))
-	kafkatest.Marked(t, topic)
+	marked(t, topic)
 	x := explain(t, pool, kafka(t), topic+"/0/7")
 	assert.Equal(t, inspect.At{Place: inspect.Place{Topic: topic, Offset: 7}, State: inspect.PlaceControl, Partitions: 2, Start: 1, End: 8}, *x.At)
 	assert.Nil(t, explain(t, pool, nil, topic+"/0/0").At, "Kafka was not asked")
@@ -313,4 +314,23 @@ func TestExplainFollowsARequest(t *testing.T) {
 	assert.Equal(t, id.String(), x.Records[0].MessageID)
 	assert.Len(t, x.Claims, 1)
 	assert.Len(t, x.Actions, 1)
+}
+
+// marked waits until brokers have marked the end of each transaction in a topic, which they acknowledge
+// before. No transaction may be open.
+func marked(t *testing.T, topic string) {
+	t.Helper()
+	admin := kadm.NewClient(kafkatest.Client(t))
+	testwait.True(t, "transactions are marked", func() bool {
+		ends, err := admin.ListEndOffsets(t.Context(), topic)
+		require.NoError(t, err)
+		committed, err := admin.ListCommittedOffsets(t.Context(), topic)
+		require.NoError(t, err)
+		all := ends.Error() == nil && committed.Error() == nil
+		ends.Each(func(end kadm.ListedOffset) {
+			c, ok := committed.Lookup(topic, end.Partition)
+			all = all && ok && c.Offset >= end.Offset
+		})
+		return all
+	})
 }

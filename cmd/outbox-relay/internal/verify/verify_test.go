@@ -390,7 +390,14 @@ func TestDeletedRecordsAfterPartitionsWereAdded(t *testing.T) {
 		require.NoError(t, deleted.Error())
 	}
 	deleteBefore(0, 12)
-	kafkatest.AddPartitions(t, s.topic, 3)
+	added, err := admin.CreatePartitions(t.Context(), 3, s.topic)
+	require.NoError(t, err)
+	require.NoError(t, added.Error())
+	testwait.Equal(t, 4, "the new partitions can be used", func() int {
+		starts, err := admin.ListStartOffsets(t.Context(), s.topic)
+		require.NoError(t, err)
+		return len(starts[s.topic])
+	})
 	s.insert(24) // by a client that knows of all partitions
 	s.drain()
 	r := s.verify(nil)

@@ -286,9 +286,8 @@ func statements(section string) (all []string) {
 	return all
 }
 
-// The documentation for operators has every reason, and its SQL does what it says: a row is fixed
-// in its place, what is held is retried, only what is held is discarded, and a row that is too
-// large is refused.
+// The documentation for operators has every reason, and its SQL does what it says: a row is fixed in its
+// place, and one that is too large is refused.
 func TestDeadDocumentedSQLDoesWhatItSays(t *testing.T) {
 	t.Parallel()
 	_, section, found := strings.Cut(runbook(t), "\n## Dead rows\n")
@@ -299,24 +298,14 @@ func TestDeadDocumentedSQLDoesWhatItSays(t *testing.T) {
 	}
 	blocks := statements(section)
 	require.Len(t, blocks, 2)
-	steps := strings.SplitAfter(strings.TrimSpace(blocks[0]), ";\n")
-	require.Len(t, steps, 3)
 
 	conn := connect(t, pgtest.Database(t))
 	dead.insert(t, conn, "a bad_headers held", "a behind behind", "b refused retry")
 	exec(t, conn, "UPDATE effectonce.outbox_dead SET seq = seq + 4710")
-	exec(t, conn, steps[0])
+	exec(t, conn, blocks[0])
 	var repaired int
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_dead WHERE headers ? 'trace'").Scan(&repaired))
 	assert.Equal(t, 1, repaired)
-	exec(t, conn, steps[1])
-	assert.Equal(t, []string{"4711 bad_headers retry", "4712 behind behind", "4713 refused retry"}, dead.left(t, conn))
-	exec(t, conn, steps[2])
-	assert.Len(t, dead.left(t, conn), 3, "the relay may be publishing it")
-	exec(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 4711")
-	exec(t, conn, steps[2])
-	assert.Equal(t, []string{"4712 behind behind", "4713 refused retry"}, dead.left(t, conn))
-
 	exec(t, conn, blocks[1])
 	const insert = "INSERT INTO effectonce.outbox (topic, payload) SELECT 't', convert_to(repeat('x', $1), 'UTF8')"
 	exec(t, conn, insert, 999_000)
@@ -333,37 +322,9 @@ func TestEveryParkedReasonIsDocumented(t *testing.T) {
 	}
 }
 
-// The documented SQL does what the commands do; what the consumers add of themselves is added here.
-func TestParkedDocumentedSQLDoesTheSame(t *testing.T) {
+// The documented SQL forgets the positions of a group, and records it.
+func TestDocumentedSQLForgetsAGroup(t *testing.T) {
 	t.Parallel()
-	sql := statements(sections(t)["With plain SQL"])
-	require.Len(t, sql, 2)
-	rows := []string{"a failed parked", "a behind behind", "b too_large parked", "- failed retry"}
-	const named = "UPDATE effectonce.parked_messages SET message_id = effectonce.message_id('orders', 'order-4711') WHERE \"offset\" = 1"
-	for i, act := range []func(*testing.T, string, []held.Ref){
-		func(t *testing.T, address string, refs []held.Ref) {
-			t.Helper()
-			parked.act(t, connect(t, address), retry, refs...)
-		},
-		func(t *testing.T, address string, refs []held.Ref) {
-			t.Helper()
-			parked.act(t, connect(t, address), discard, refs[0])
-		},
-	} {
-		plain, command := pgtest.Database(t), pgtest.Database(t)
-		var refs []held.Ref
-		for _, address := range []string{plain, command} {
-			refs = parked.insert(t, connect(t, address), rows...)
-			exec(t, connect(t, address), named)
-		}
-		before := parked.left(t, connect(t, plain))
-		exec(t, connect(t, plain), sql[i])
-		exec(t, connect(t, plain), mendParkedSQL)
-		act(t, command, refs)
-		after := parked.left(t, connect(t, command))
-		assert.NotEqual(t, before, after)
-		assert.Equal(t, after, parked.left(t, connect(t, plain)), sql[i])
-	}
 	conn := connect(t, pgtest.Database(t))
 	exec(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('billing-old', 't', 0)")
 	forget := statements(sections(t)["A group that is gone holds retention back"])
@@ -374,9 +335,3 @@ func TestParkedDocumentedSQLDoesTheSame(t *testing.T) {
 	assert.Zero(t, positions)
 	assert.Equal(t, 1, written)
 }
-
-// mendParkedSQL is what a consumer does at its next takeover.
-const mendParkedSQL = `
-UPDATE effectonce.parked_messages p SET state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END
-FROM (SELECT DISTINCT ON (key) seq FROM effectonce.parked_messages WHERE key IS NOT NULL ORDER BY key, seq) first
-WHERE p.seq = first.seq AND p.state = 'behind'`

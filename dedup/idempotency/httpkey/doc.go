@@ -1,44 +1,10 @@
 // Package httpkey executes HTTP requests once for each Idempotency-Key, and answers retries with
 // the stored response.
 //
-//	func main() {
-//		pool, err := pgxpool.New(context.Background(), os.Getenv("DATABASE_URL"))
-//		if err != nil {
-//			log.Fatal(err)
-//		}
-//		once, err := httpkey.New(pool, tenant, httpkey.Config{Operation: idempotency.Config{Operation: "shop-api"}})
-//		if err != nil {
-//			log.Fatal(err)
-//		}
-//		http.Handle("POST /orders", authenticate(once.Handler(http.HandlerFunc(createOrder))))
-//		go once.Operation().Run(context.Background()) // forgets old keys
-//		log.Fatal(http.ListenAndServe(":8080", nil))
-//	}
-//
-//	// tenant returns the authenticated account. An empty one is refused.
-//	func tenant(r *http.Request) (string, error) {
-//		account, _ := r.Context().Value(accountKey{}).(string)
-//		return account, nil
-//	}
-//
-//	func createOrder(w http.ResponseWriter, r *http.Request) {
-//		ctx, tx, id := r.Context(), httpkey.Tx(r), httpkey.Key(r).ChildID("order")
-//		tag, err := tx.Exec(ctx, `INSERT INTO orders (id) VALUES ($1) ON CONFLICT DO NOTHING`, id)
-//		if err == nil && tag.RowsAffected() == 0 {
-//			err = idempotency.ErrExpired // a retry after the window: it gets 410
-//		}
-//		if err != nil {
-//			httpkey.Fail(r, err)
-//			return
-//		}
-//		created := outbox.Message{ID: id, Topic: "orders", Key: id[:], Payload: []byte(`{"created":true}`)}
-//		if err := outbox.Publish(ctx, tx, created); err != nil {
-//			httpkey.Fail(r, err)
-//			return
-//		}
-//		w.Header().Set("Location", "/orders/"+id.String())
-//		w.WriteHeader(http.StatusCreated)
-//	}
+//	once, err := httpkey.New(pool, tenant, httpkey.Config{Operation: idempotency.Config{Operation: "shop-api"}})
+//	...
+//	go once.Operation().Run(ctx) // forgets old keys
+//	http.Handle("POST /orders", authenticate(once.Handler(http.HandlerFunc(createOrder)))) // which uses Tx and Key
 //
 // The order, its message, the key and the response are one transaction; the client is answered
 // after COMMIT. A retry gets the same response, with Idempotent-Replayed: true and Cache-Control:

@@ -192,9 +192,6 @@ func (s *session) start(ctx context.Context, key topicPartition, t held, during 
 		logger.ErrorContext(ctx, "partition halts", append(where, "error", problem)...)
 		return t.decision.at
 	}
-	if t.decision.reset != nil {
-		logger.ErrorContext(ctx, "continuing at the earliest remaining record", append(where, "error", t.decision.reset, "resume", t.decision.at)...)
-	}
 	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
 		"position", t.pos.next.Load(), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
 	s.startWorker(key, t, during) //nolint:contextcheck // the worker outlives the assignment
@@ -335,7 +332,7 @@ func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held
 	}
 	d := decideStart(known{
 		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions,
-		halt: h.halt, outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
+		halt: h.halt, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
 	})
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
 	pos.next.Store(-1)
@@ -407,7 +404,6 @@ func nullable(id uuid.UUID) *uuid.UUID {
 // storeHolds stores the decisions.
 func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
 	list := []map[string]any{}
-	batch := &pgx.Batch{}
 	for i, h := range holds {
 		if taken[i].waits != nil {
 			continue
@@ -429,12 +425,8 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 			one["handled_by"], one["handled_rule"] = row.handledBy, row.handledRule
 		}
 		list = append(list, one)
-		if d.reset != nil {
-			batch.Queue(c.sql[resetSQL], c.owner, bounds.ErrorText(d.reset), c.cfg.Group, h.topic, h.partition, *d.next)
-		}
 	}
-	batch.Queue(c.sql[holdSQL], c.cfg.Group, c.owner, list)
-	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
+	if _, err := tx.Exec(ctx, c.sql[holdSQL], c.cfg.Group, c.owner, list); err != nil {
 		return fmt.Errorf("store where partitions begin: %w", err)
 	}
 	return nil

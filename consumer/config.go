@@ -128,11 +128,6 @@ type Config struct {
 	// inflate to twice this size, or to 64 MiB if that is more, unless kgo.MaxDecompressBatchBytes
 	// is passed to New. A batch beyond that halts its partition.
 	MessageBytesMax int
-	// OutOfRange is what to do if a position is no longer in the topic. Default OutOfRangeHalt.
-	// With DedupByPosition a partition whose end was lost always halts: without claims, nothing
-	// would stop handled messages from being handled again. "outbox-relay consumer resume-at" sets
-	// where a halted partition resumes.
-	OutOfRange OutOfRange
 	// RetryMin and RetryMax bound the pauses between attempts. A pause is RetryMin/2 plus a random
 	// part below a limit, which doubles from RetryMin to RetryMax. 1 ms to 1 h; defaults 100 ms and
 	// 30 s. For what no message made fail they count as at most 1 s and 30 s.
@@ -243,18 +238,6 @@ const (
 	OrderUnordered
 )
 
-// OutOfRange is what to do if a position is no longer in the topic: records were deleted before
-// they were consumed, or the end of the topic was lost.
-type OutOfRange uint8
-
-// The answers.
-const (
-	// OutOfRangeHalt halts the partition, and reports it until an operator decides.
-	OutOfRangeHalt OutOfRange = iota
-	// OutOfRangeResumeEarliest resumes at the earliest remaining record, and logs it once.
-	OutOfRangeResumeEarliest
-)
-
 // Start is where a partition without a position begins.
 type Start uint8
 
@@ -331,7 +314,6 @@ func (c *Config) enums() (problems []error) {
 		want        string
 	}{
 		{"Start", uint8(c.Start), uint8(StartLatest), "StartEarliest or StartLatest"},
-		{"OutOfRange", uint8(c.OutOfRange), uint8(OutOfRangeResumeEarliest), "OutOfRangeHalt or OutOfRangeResumeEarliest"},
 		{"Dedup", uint8(c.Dedup), uint8(DedupByPosition), "DedupByID or DedupByPosition"},
 		{"OnTombstone", uint8(c.OnTombstone), uint8(OnTombstoneSkip), "OnTombstonePark or OnTombstoneSkip"},
 		{"OnConflict", uint8(c.OnConflict), uint8(OnConflictDrop), "OnConflictPark or OnConflictDrop"},

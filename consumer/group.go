@@ -78,7 +78,7 @@ func (s *session) options() []kgo.Opt {
 		// Never start at the latest record, even by default: the records in between would be lost.
 		// Config.Start is resolved when partitions are acquired.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
-		// A position that is no longer in the topic is handled then, too: see Config.OutOfRange.
+		// A position that is no longer in the topic halts then.
 		kgo.ConsumeResetOffset(kgo.NoResetOffset()),
 		// The offsets of control records distinguish a partition that reached its end from one that
 		// is stuck.

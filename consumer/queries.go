@@ -69,11 +69,6 @@ FROM pg_catalog.jsonb_to_recordset($3::jsonb) AS t (topic text, partition int, e
   handled_from bigint, handled_to bigint, rewound_from bigint, handled_by int, handled_rule text, halt text)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
-// resetSQL records in operator_actions that records are skipped.
-const resetSQL = `-- consumer.reset
-INSERT INTO effectonce.operator_actions (who, what, why, subject)
-VALUES ($1, 'position.reset', $2, pg_catalog.jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
-
 const primarySQL = `-- consumer.primary
 SELECT NOT pg_is_in_recovery()`
 
@@ -260,7 +255,7 @@ UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($
 func newQueries(schema string) map[string]string {
 	queries := map[string]string{}
 	for _, sql := range []string{
-		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, resetSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
+		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
 		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
 		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL, otherNameSQL,
 	} {

@@ -46,10 +46,9 @@ type known struct {
 	met       int32     // partitions of the topic at the group's first contact
 	halt      error     // it must not begin, unless an operator orders where
 
-	outOfRange OutOfRange
-	dedup      Dedup
-	consumer   int32 // ID of the consumer's name
-	rule       string
+	dedup    Dedup
+	consumer int32 // ID of the consumer's name
+	rule     string
 }
 
 // Resume orders that are not offsets.
@@ -66,7 +65,6 @@ type decision struct {
 	handled handledRange
 	ordered bool  // an operator's order was carried out, or was void
 	halt    error // the partition waits for an operator; nil: it begins
-	reset   error // why records are skipped, for operator_actions; nil: none are
 	why     string
 }
 
@@ -163,9 +161,8 @@ func (k known) begin() decision {
 	case origin == commitStale:
 		d.why = fmt.Sprintf("Kafka's offset %d belongs to an earlier topic of this name; %s", k.log.committed.offset, where)
 	case k.log.committed.offset > k.log.end && k.dedup == DedupByPosition:
-		d.halt = fmt.Errorf("%s/%d ends at offset %d, but the group committed %d, and no position is stored: what was handled is not known%s",
-			k.topic, k.partition, k.log.end, k.log.committed.offset, k.remedy(""))
-		d.why = "halts"
+		d = k.outOf(fmt.Errorf("%s/%d ends at offset %d, but the group committed %d, and no position is stored: what was handled is not known",
+			k.topic, k.partition, k.log.end, k.log.committed.offset))
 	case k.log.committed.offset > k.log.end:
 		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
 	case origin == commitOurs && k.beganBefore(k.log.committed.offset):
@@ -195,8 +192,9 @@ func (k known) beganBefore(offset int64) bool {
 // resume decides for a partition with a position.
 func (k known) resume(stored int64) decision {
 	d := decision{at: stored, next: &stored, why: "resumes at the stored position"}
-	if stored > k.log.end {
-		return k.lostEnd(stored)
+	if stored > k.log.end { // new records get offsets that were already handled
+		return k.outOf(fmt.Errorf("%s/%d ends at offset %d, but was consumed up to %d: Kafka lost its end (an unclean election?)",
+			k.topic, k.partition, k.log.end, stored))
 	}
 	if stored < k.log.first {
 		return k.deleted(stored)
@@ -222,35 +220,15 @@ func (k known) resume(stored int64) decision {
 
 // deleted decides for records that were deleted from the topic before they were handled.
 func (k known) deleted(from int64) decision {
-	problem := fmt.Errorf("records %d to %d of %s/%d were deleted before they were consumed", from, k.log.first-1, k.topic, k.partition)
-	return k.outOf(problem, k.outOfRange == OutOfRangeHalt, "set Config.OutOfRange to OutOfRangeResumeEarliest and restart, or ")
+	return k.outOf(fmt.Errorf("records %d to %d of %s/%d were deleted before they were consumed", from, k.log.first-1, k.topic, k.partition))
 }
 
-// lostEnd decides for a topic that lost its end: new records get offsets that were already handled.
-// Without claims nothing stops handled messages from being handled again, so only an operator can
-// decide.
-func (k known) lostEnd(stored int64) decision {
-	problem := fmt.Errorf("%s/%d ends at offset %d, but was consumed up to %d: Kafka lost its end (an unclean election?)",
-		k.topic, k.partition, k.log.end, stored)
-	if k.dedup == DedupByPosition {
-		return k.outOf(problem, true, "")
-	}
-	return k.outOf(problem, k.outOfRange == OutOfRangeHalt, "set Config.OutOfRange to OutOfRangeResumeEarliest and restart, or ")
-}
-
-func (k known) outOf(problem error, halts bool, setting string) decision {
-	first := k.log.first
-	if halts {
-		// Nothing is fetched at this offset: the partition is paused.
-		return decision{at: first, next: k.stored(), halt: fmt.Errorf("%w%s", problem, k.remedy(setting)), why: "halts"}
-	}
-	return decision{at: first, next: &first, moved: true, reset: problem, why: "resumes at the earliest remaining record"}
-}
-
-// remedy describes what an operator can do.
-func (k known) remedy(setting string) string {
-	return fmt.Sprintf(". To continue, %sset where to resume: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at earliest --why '...' (or latest, or an offset)",
-		setting, k.group, k.topic, k.partition)
+// outOf halts a partition whose position is not in the topic: only an operator can decide which records
+// are skipped or repeated. Nothing is fetched at the offset.
+func (k known) outOf(problem error) decision {
+	return decision{at: k.log.first, next: k.stored(), why: "halts", halt: fmt.Errorf(
+		"%w. To continue, set where to resume: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at earliest --why '...' (or latest, or an offset)",
+		problem, k.group, k.topic, k.partition)}
 }
 
 // handled returns what this consumer has handled. Another name, or another rule for IDs, has handled

@@ -52,7 +52,6 @@ func beyond(k *known) { k.log.end = 50 }   // its end lies the position
 func gone(k *known)   { k.log.first = 70 } // are its records up to the position
 
 // The configuration:.
-func going(k *known)   { k.outOfRange = OutOfRangeResumeEarliest }
 func byPos(k *known)   { k.dedup = DedupByPosition }
 func renamed(k *known) { k.consumer = 8 }
 func ruled(k *known)   { k.rule = "headers" }
@@ -83,10 +82,8 @@ func startRows() []startRow {
 		{name: "a commit of an earlier topic", in: commit(40, commitMetadata("cluster", earlierTopic, 40)), at: 60, next: 60, from: 20, why: "earlier topic"},
 		{name: "a mirrored commit", in: commit(40, commitMetadata("other", earlierTopic, 4)), at: 40, next: 40, from: 20, to: 60, moved: true, why: "moved back"},
 		{name: "the end is lost", in: beyond, at: 10, next: 60, from: 20, halt: "lost its end", why: "halts"},
-		{name: "the end is lost, resume", in: with(beyond, going), at: 10, next: 10, from: 10, moved: true, why: "earliest"},
-		{name: "the end is lost, resume, by position", in: with(beyond, going, byPos), at: 10, next: 60, from: 20, halt: "resume-at --group g --topic t --partition 1", why: "halts"},
+		{name: "the end is lost, by position", in: with(beyond, byPos), at: 10, next: 60, from: 20, halt: "resume-at --group g --topic t --partition 1", why: "halts"},
 		{name: "records are gone", in: gone, at: 70, next: 60, from: 20, halt: "records 60 to 69", why: "halts"},
-		{name: "records are gone, resume", in: with(gone, going, byPos), at: 70, next: 70, from: 70, moved: true, why: "earliest"},
 
 		// Who handled the messages before the position.
 		{name: "new name", in: renamed, at: 60, next: 60, from: 60, why: "stored position"},
@@ -111,9 +108,8 @@ func startRows() []startRow {
 		{name: "no position, another commit", in: with(no, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
 		{name: "no position, stale commit", in: with(no, commit(40, commitMetadata("cluster", earlierTopic, 40))), at: 10, next: noOffset, from: 10, why: "earlier topic"},
 		{name: "no position, commit beyond the end", in: with(no, commit(400, "")), at: 10, next: noOffset, from: 10, why: "beyond the end"},
-		{name: "no position, commit beyond the end, by position", in: with(no, byPos, going, commit(400, "")), at: 10, next: noOffset, from: 10, halt: "resume-at", why: "halts"},
+		{name: "no position, commit beyond the end, by position", in: with(no, byPos, commit(400, "")), at: 10, next: noOffset, from: 10, halt: "resume-at", why: "halts"},
 		{name: "no position, commit before the start", in: with(no, commit(4, "")), at: 10, next: noOffset, from: 10, halt: "records 4 to 9", why: "halts"},
-		{name: "no position, commit before the start, resume", in: with(no, going, commit(4, "")), at: 10, next: 10, from: 10, moved: true, why: "earliest"},
 
 		// A recreated topic.
 		{name: "made anew", in: anew, at: 10, next: noOffset, from: 10, why: "recreated"},

@@ -159,8 +159,8 @@ func deleteRecords(t *testing.T, topic string, before int64) {
 }
 
 // Property: where records were deleted before they were consumed, the partition halts and reports
-// it, in the log and in the database, and continues with the remaining records only if that is
-// configured. Row C34 of guarantees.md.
+// it, in the log and in the database, and continues with the remaining records only if an operator
+// orders that. Row C34 of guarantees.md.
 func TestDeletedRecordsHaltThePartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -177,40 +177,50 @@ func TestDeletedRecordsHaltThePartition(t *testing.T) {
 
 	stop = h.run(consumer.Each(effect), nil)
 	h.wait("trouble", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%records 5 to 6 %were deleted%ResumeEarliest%'`) == 1
+		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%records 5 to 6 %were deleted%resume-at --group%'`) == 1
 	})
 	h.wait("said", func() bool { return strings.Contains(h.log.String(), "partition halts") })
 	require.NoError(t, stop())
 	require.Len(t, h.values(), 5)
 
-	stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.OutOfRange = consumer.OutOfRangeResumeEarliest })
+	h.resumeAt(-2)
+	stop = h.run(consumer.Each(effect), nil)
 	h.waitEffects(6)
 	h.wait("position", func() bool { return h.position() == 8 })
 	require.NoError(t, stop())
 	require.Equal(t, "7", h.values()[5])
-	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.operator_actions WHERE what = 'position.reset' AND why LIKE '%were deleted%'`))
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NOT NULL`))
 }
 
-// Property: if Kafka lost the end of the topic, new records at old offsets are not skipped.
+// Property: if Kafka lost the end of the topic, new records at old offsets are neither skipped nor
+// handled by themselves: the partition halts and names the command to continue, and follows the
+// operator's order while it runs. Row C34 of guarantees.md.
 func TestLostEndHaltsThePartition(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceAs("0", "0")
-	stop := h.run(consumer.Each(effect), nil)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`) // as if a hundred had been there
-	h.produceAs("1", "1")
-	stop = h.run(consumer.Each(effect), nil)
-	h.wait("trouble", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%Kafka lost its end%'`) == 1
+	bothModes(t, "claims", func(t *testing.T, claims bool) {
+		h := newHarness(t, 1)
+		change := byPosition
+		if claims {
+			change = nil
+		}
+		h.produceAs("0", "0")
+		stop := h.run(consumer.Each(effect), change)
+		h.waitEffects(1)
+		require.NoError(t, stop())
+		h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`) // as if a hundred had been there
+		stop = h.run(consumer.Each(effect), change)
+		h.wait("trouble", func() bool {
+			return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%lost its end%outbox-relay consumer resume-at --group%'`) == 1
+		})
+		require.Len(t, h.values(), 1)
+
+		h.produceAs("1", "1")
+		h.resumeAt(1)
+		h.waitEffects(2)
+		require.NoError(t, stop())
+		require.Equal(t, []string{"0", "1"}, h.values())
+		require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NULL AND resume_at IS NULL AND next_offset = 2`))
 	})
-	require.NoError(t, stop())
-	stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.OutOfRange = consumer.OutOfRangeResumeEarliest })
-	h.waitEffects(2)
-	require.NoError(t, stop())
-	require.Equal(t, 2, h.position())
 }
 
 // resumeAt orders, as an operator does, where a partition resumes.
@@ -255,34 +265,6 @@ func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, "10", h.values()[8])
 	require.Equal(t, 10, h.handledFrom())
-}
-
-// Property: without claims, a topic whose end was lost never runs again by itself: the partition
-// halts and names the command to continue, and the operator's order resets it. Issue A5.
-func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceAs("0", "0")
-	resume := func(c *consumer.Config) {
-		c.Dedup, c.OutOfRange = consumer.DedupByPosition, consumer.OutOfRangeResumeEarliest
-	}
-	stop := h.run(consumer.Each(effect), resume)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`) // as if a hundred had been there
-	stop = h.run(consumer.Each(effect), resume)
-	h.wait("trouble", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%lost its end%outbox-relay consumer resume-at --group%'`) == 1
-	})
-	require.Len(t, h.values(), 1)
-
-	// The consumer runs: a halted partition sees the order, too.
-	h.produceAs("1", "1")
-	h.resumeAt(1)
-	h.waitEffects(2)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"0", "1"}, h.values())
-	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NULL AND resume_at IS NULL AND next_offset = 2`))
 }
 
 // Property: a partition that is taken over again and again while it runs under load loses no

@@ -15,8 +15,10 @@ type Routes map[string]TopicRoutes
 type TopicRoutes struct {
 	// Types are handlers by the type of message that a header names; see RouterConfig.TypeHeaders.
 	Types map[string]Handler
-	// Default gets every message whose type is not in Types, and messages without a type. Default:
-	// none, see RouterConfig.OnUnknown.
+	// Default gets every message whose type is not in Types, and messages without a type. If it is
+	// nil, they are parked as unknown_type, or treated according to Config.OnFailure. One that only
+	// returns nil skips them: they count as handled, and a handler that is deployed later never sees
+	// them.
 	Default Handler
 }
 
@@ -25,25 +27,7 @@ type RouterConfig struct {
 	// TypeHeaders are the names of the headers that may carry the type of a message; the first one
 	// that is present and not empty counts. Default: ce_type (CloudEvents), type.
 	TypeHeaders []string
-	// OnUnknown is what happens to a message that has no route. Default OnUnknownPark.
-	OnUnknown OnUnknown
-	// Skipped, if set, is called for each message that OnUnknownSkip skips, for metrics. It is also
-	// called in attempts that are rolled back later.
-	Skipped func(msg *Message)
 }
-
-// OnUnknown is what happens to a message of an unknown type.
-type OnUnknown uint8
-
-// The policies.
-const (
-	// OnUnknownPark treats the message as a permanent failure: it is parked as unknown_type, or
-	// treated according to Config.OnFailure.
-	OnUnknownPark OnUnknown = iota
-	// OnUnknownSkip treats the message as handled, without any effect. A handler that is deployed
-	// later never sees it.
-	OnUnknownSkip
-)
 
 // Router is a Handler that passes each message to the handler of its topic and type. Create one
 // with Route.
@@ -61,26 +45,10 @@ type topicRoutes struct {
 	otherwise *route // nil: a message with no type in types is unknown
 }
 
-// skipped is the handler of messages that OnUnknownSkip skips.
-type skipped func(msg *Message)
-
-func (s skipped) handle(_ context.Context, t *tx, msgs []*Message) error {
-	for _, msg := range msgs {
-		t.turn(msg)
-		if s == nil {
-			continue
-		}
-		if err := guard(func() error { s(msg); return nil }); err != nil {
-			return &messageError{msg, err}
-		}
-	}
-	return nil
-}
-
 // Route returns a router, or all problems of its routes and configuration at once. Its handlers may
 // be of any kind, including routers. Consecutive messages of one route reach its handler together,
 // up to Config.BatchMax. The order of messages is kept across routes. A message of a topic that has
-// no routes, or with different types in one header, is parked whatever OnUnknown says.
+// no routes, or with different types in one header, is always parked.
 func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 	var problems []error
 	report := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
@@ -92,22 +60,12 @@ func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 			report("TypeHeaders: a name is empty")
 		}
 	}
-	if cfg.OnUnknown > OnUnknownSkip {
-		report("OnUnknown %d: want OnUnknownPark or OnUnknownSkip", cfg.OnUnknown)
-	}
-	if cfg.Skipped != nil && cfg.OnUnknown == OnUnknownPark {
-		report("Skipped: want none unless OnUnknown is OnUnknownSkip")
-	}
 	if len(routes) == 0 {
 		report("routes are empty: want at least one topic")
 	}
-	var otherwise *route
-	if cfg.OnUnknown == OnUnknownSkip {
-		otherwise = &route{skipped(cfg.Skipped)}
-	}
 	topics := make(map[string]topicRoutes, len(routes))
 	for _, topic := range slices.Sorted(maps.Keys(routes)) {
-		given, made := routes[topic], topicRoutes{types: map[string]*route{}, otherwise: otherwise}
+		given, made := routes[topic], topicRoutes{types: map[string]*route{}}
 		if !topicName.MatchString(topic) {
 			report("topic %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", topic)
 		}

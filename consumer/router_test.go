@@ -5,9 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"runtime"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -123,43 +121,6 @@ func TestUnknownTypesAreParked(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: messages of unknown types are skipped only if that is configured; each is counted, and
-// they are claimed; a function for them that panics fails its message alone. A message with two
-// types is parked nevertheless, and so is a whole topic without routes.
-func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceTyped("good:1", "strange:1", "strange:2", "untyped", "good:2")
-	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
-	h.produceTyped("strange:panic", "strange:goexit", "good:3")
-	var mu sync.Mutex
-	skipped := map[string]bool{}
-	cfg := consumer.RouterConfig{OnUnknown: consumer.OnUnknownSkip, Skipped: func(msg *consumer.Message) {
-		switch {
-		case strings.HasSuffix(string(msg.Value), "panic"):
-			panic("counter is broken")
-		case strings.HasSuffix(string(msg.Value), "goexit"):
-			runtime.Goexit()
-		}
-		mu.Lock()
-		defer mu.Unlock()
-		skipped[string(msg.Value)] = true
-	}}
-	stop := h.run(h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"good": consumer.Each(effect)}}, cfg), func(c *consumer.Config) {
-		parkAll(c)
-		c.AttemptsMax = 1
-	})
-	h.waitHandled(9)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"good:1", "good:2", "good:3"}, h.values())
-	require.Equal(t, map[string]bool{"strange:1": true, "strange:2": true, "untyped": true}, skipped)
-	require.Equal(t, []string{"ambiguous unknown_type parked", "strange:panic failed parked", "strange:goexit failed parked"}, h.parked())
-	require.Equal(t, 9, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
-
-	_, err := consumer.New(h.pool, nil, h.router(consumer.TopicRoutes{Default: consumer.Each(effect)}, cfg), consumer.Config{Group: "g", Topics: []string{"other"}})
-	require.ErrorContains(t, err, `"other" has no routes`)
-}
-
 // Property: the type is read from the first of the configured headers that is present and not
 // empty; a message of another type, or of none, goes to Default.
 func TestTypeIsReadFromTheConfiguredHeaders(t *testing.T) {
@@ -201,19 +162,20 @@ func TestRouteReportsAllProblems(t *testing.T) {
 		"no topic!": {Default: consumer.Each(effect)},
 		"empty":     {},
 		"orders":    {Types: map[string]consumer.Handler{"": consumer.Each(effect), "placed": nil}},
-	}, consumer.RouterConfig{TypeHeaders: []string{""}, OnUnknown: 9})
+	}, consumer.RouterConfig{TypeHeaders: []string{""}})
 	require.Nil(t, router)
 	for _, part := range []string{
-		"TypeHeaders: a name is empty", "OnUnknown 9: want", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
+		"TypeHeaders: a name is empty", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
 		`topic "orders": a type is empty`, `topic "orders", type "placed": handler is nil`,
 	} {
 		require.ErrorContains(t, err, part)
 	}
-	_, err = consumer.Route(nil, consumer.RouterConfig{Skipped: func(*consumer.Message) {}})
-	require.ErrorContains(t, err, "routes are empty")
-	require.ErrorContains(t, err, "Skipped: want none unless")
-	var joined interface{ Unwrap() []error }
-	require.True(t, errors.As(err, &joined) && len(joined.Unwrap()) == 2, "%v", err)
+	_, err = consumer.Route(nil, consumer.RouterConfig{})
+	require.EqualError(t, err, "routes are empty: want at least one topic")
+	router, err = consumer.Route(consumer.Routes{"orders": {Default: consumer.Each(effect)}}, consumer.RouterConfig{})
+	require.NoError(t, err)
+	_, err = consumer.New(nil, nil, router, consumer.Config{Group: "g", Topics: []string{"other"}})
+	require.ErrorContains(t, err, `"other" has no routes`)
 }
 
 // parkAll parks failures whatever their share is.

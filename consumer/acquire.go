@@ -93,7 +93,7 @@ func (s *session) acquire(ctx context.Context, why string, keys ...topicPartitio
 	s.pauseFetching(assigned)
 	if len(workers) > 0 {
 		for _, p := range workers {
-			p.lane.log(slog.LevelInfo, "partition is acquired again", "why", why)
+			p.log(slog.LevelInfo, "partition is acquired again", "why", why)
 		}
 		s.stop(context.WithoutCancel(ctx), workers, min(s.consumer.cfg.DrainMax, againDrainMax))
 		_ = s.commitMarks(ctx)
@@ -135,7 +135,7 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 			workers = append(workers, a.p)
 			a.p.backlog.end()
 			a.p = nil
-			a.become(StateDraining, nil)
+			a.does.become(StateDraining, nil)
 		}
 	}
 	slices.SortFunc(assigned, topicPartition.compare)
@@ -207,7 +207,7 @@ func (s *session) wait(ctx context.Context, key topicPartition, t held) {
 		s.mu.Unlock()
 		return
 	}
-	a.become(StateWaiting, t.waits)
+	a.does.become(StateWaiting, t.waits)
 	a.attempt++
 	wait := s.consumer.engineBackoff(a.attempt)
 	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
@@ -224,7 +224,7 @@ func (s *session) halt(key topicPartition, problem error, t held) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a := s.assignments[key]; a != nil {
-		a.become(StateHalted, problem)
+		a.does.become(StateHalted, problem)
 		a.retryAt = time.Time{}
 		if t.pos != nil {
 			a.saw(t)
@@ -249,7 +249,7 @@ func (s *session) startWorker(key topicPartition, t held, during uint64) {
 	p.backlog.start(t.decision.at)
 	p.halt(t.paused)
 	a.p = p
-	a.become(StateRunning, nil)
+	a.does.become(StateRunning, nil)
 	if t.decision.moved {
 		// Kafka's offset may be behind and committed by another program, which would undo the move.
 		a.mark = t.decision.at
@@ -276,7 +276,7 @@ func (s *session) refused(p *partition, f *failure) {
 	}
 	a.retryAt = time.Now().Add(wait)
 	s.mu.Unlock()
-	p.lane.log(slog.LevelWarn, "the partition is acquired again: its position is refused, or only it can say whether a COMMIT succeeded", "error", f.err, "retry_in", wait)
+	p.log(slog.LevelWarn, "the partition is acquired again: its position is refused, or only it can say whether a COMMIT succeeded", "error", f.err, "retry_in", wait)
 }
 
 const refusalMin = time.Second

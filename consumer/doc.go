@@ -67,8 +67,7 @@
 // # Health
 //
 // Consumer.Status reports the state of each partition and the reason: running, waiting, paused,
-// blocked, halted, with position and lag. Hooks.State is called on each change,
-// and ReadyHandler is a readiness probe. Handlers get the values of Run's context, but not its
+// blocked, halted, with position and lag. ReadyHandler is a readiness probe. Handlers get the values of Run's context, but not its
 // cancellation.
 //
 // # The dedup window

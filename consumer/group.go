@@ -33,7 +33,6 @@ type session struct {
 
 	assigning  sync.Mutex     // one goroutine at a time acquires or releases partitions: see release
 	committing sync.Mutex     // the same for commits to Kafka
-	untold     []StateChange  // of partitions that are no longer assigned
 	failed     chan error     // why a new session must begin
 	warned     time.Time      // when the poll loop last logged a warning
 	looking    sync.WaitGroup // goroutines that look after the partitions while the session polls
@@ -105,7 +104,6 @@ func (s *session) consume(ctx context.Context) error {
 	close(s.ready)
 	polling, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	defer s.tellStates()
 	defer s.looking.Wait()
 	s.looking.Go(func() { s.watch(polling) })
 	go func() {
@@ -258,7 +256,7 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 				s.assignments[key] = a
 			}
 			a.reached, a.end, a.mark = -1, -1, -1
-			a.become(StateWaiting, nil)
+			a.does.become(StateWaiting, nil)
 		}
 	}
 	s.mu.Unlock()
@@ -313,7 +311,7 @@ func (s *session) release(ctx context.Context, keys map[string][]int32, limit ti
 			continue
 		}
 		released[key] = a
-		a.become(StateDraining, nil)
+		a.does.become(StateDraining, nil)
 		if a.p != nil {
 			workers = append(workers, a.p)
 			a.p = nil
@@ -330,7 +328,6 @@ func (s *session) release(ctx context.Context, keys map[string][]int32, limit ti
 	defer s.mu.Unlock()
 	for key, a := range released {
 		if s.assignments[key] == a {
-			s.untold = append(s.untold, StateChange{Topic: key.topic, Partition: key.partition, From: a.told, To: StateUnassigned})
 			delete(s.assignments, key)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -15,18 +16,14 @@ import (
 // lane handles shares of a partition's messages, in order, transaction by transaction, until each
 // message is handled, parked or postponed. docs/design.md has the table of its states.
 type lane struct {
-	p        *partition
-	asks     int        // batches that ask before one is taken as fresh: see asksMax
-	size     int        // of the next batch: see pace
-	later    *postponed // what waits of the share
-	troubled bool       // the position may say why it did not continue
-	does     laneState
-
-	problems []string // that keep messages from being handled
+	p     *partition
+	asks  int        // batches that ask before one is taken as fresh: see asksMax
+	size  int        // of the next batch: see pace
+	later *postponed // what waits of the share
 }
 
 func (p *partition) newLane() *lane {
-	return &lane{p: p, size: min(batchBegins, p.consumer.cfg.BatchMax), does: laneState{state: StateRunning}, asks: 1}
+	return &lane{p: p, size: min(batchBegins, p.consumer.cfg.BatchMax), asks: 1}
 }
 
 // work handles shares until the partition stops.
@@ -52,7 +49,7 @@ func (l *lane) work() {
 		if p.backlog.done(next, l.later) && found {
 			signal(p.looked) // more may be due
 		}
-		l.become(StateRunning, nil) // what it postponed has a state of its own
+		l.works() // what it postponed has a trouble of its own
 	}
 }
 
@@ -215,8 +212,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	p.held.free(out.unheld)
 	p.pos.set(w.stored)
-	l.works()
-	l.become(StateRunning, nil)
+	l.works(msgs...)
 	for _, parked := range out.parked {
 		if errors.Is(parked.Err, errSuspect) {
 			l.p.suspects.Add(-1) // duplicates are none
@@ -224,9 +220,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	for _, msg := range msgs {
 		msg.counted = false
-		l.unblock(msg)
 	}
-	l.clearTrouble()
 	l.pace(len(msgs), out.claim+out.handle+out.commit)
 	if !w.released() {
 		l.p.breaker.noteHandled(out.fresh)
@@ -235,7 +229,7 @@ func (l *lane) try(msgs []*Message) *failure {
 		p.marked(*w.stored)
 	}
 	p.committed(out)
-	l.tell(w, out)
+	p.tell(w, out)
 	crashpoint.At(l.p.ctx, crashpoint.ConsumerMarked)
 	return nil
 }
@@ -264,8 +258,8 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	if v == verdictCount && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
 		msg.conflicts++
 		wait := l.p.consumer.engineBackoff(msg.conflicts)
-		l.note(msg, StateRunning, f.err)
-		l.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
+		l.p.record(msg, &trouble{state: StateRunning, err: f.err})
+		l.p.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
 		return next{wait: wait}
 	}
 	msg.conflicts = 0
@@ -279,7 +273,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	msg.counted = false
 	if cfg.Hooks.Failed != nil {
 		failed := Failed{Message: msg, Attempt: msg.attempts, Err: f.err, Permanent: v == verdictPark, Origin: f.origin.String()}
-		l.hook(func() { cfg.Hooks.Failed(failed) })
+		l.p.hook(func() { cfg.Hooks.Failed(failed) })
 	}
 	if msg.first.IsZero() { // it failed together with others
 		msg.first = time.Now()
@@ -293,10 +287,10 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	switch {
 	case msg.row != 0 && final && cfg.OnFailure == OnFailureDeadLetter:
 		msg.park = why
-		l.report(msg, "parked message failed again and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
+		l.p.report(msg, "parked message failed again and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
 		return next{}
 	case msg.row != 0:
-		l.become(StateRunning, nil) // the database answers, and nothing waits for the message
+		l.works() // the database answers, and nothing waits for the message
 		l.setBack(msg, why)
 		return next{back: true}
 	case cfg.OnFailure == OnFailureBlock && v == verdictPark: // only a new version of the handler can help
@@ -305,8 +299,8 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	case cfg.OnFailure == OnFailureBlock:
 		return l.block(msg, StateBlocked, why, "message fails and blocks its partition until it succeeds", next{wait: why.wait})
 	case !final && why.wait < inPlaceMax-time.Since(msg.first):
-		l.note(msg, StateRunning, f.err)
-		l.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
+		l.p.record(msg, &trouble{state: StateRunning, err: f.err})
+		l.p.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
 		return next{wait: why.wait}
 	}
 	return l.park(msg, why)
@@ -330,17 +324,24 @@ func (l *lane) park(msg *Message, why *parking) next {
 		l.p.breaker.noteParked()
 	}
 	if why.retry {
-		l.report(msg, "message failed and waits in parked_messages for its next attempt", why.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
+		l.p.report(msg, "message failed and waits in parked_messages for its next attempt", why.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
 	} else {
-		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), why.err, "attempts", msg.attempts, "reason", why.reason)
+		l.p.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), why.err, "attempts", msg.attempts, "reason", why.reason)
 	}
 	return next{}
+}
+
+// block records that a message blocks.
+func (l *lane) block(msg *Message, state PartitionState, why *parking, text string, n next) next {
+	stored := fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err)
+	l.p.suffers(msg, slog.LevelError, trouble{state, why.err, text, stored}, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", n.wait)
+	return n
 }
 
 // fenced stops the partition, which is acquired again. It returns false.
 func (l *lane) fenced(f *failure) bool {
 	l.p.stop()
-	l.become(StateFenced, f.err)
+	l.p.record(l, &trouble{state: StateFenced, err: f.err})
 	l.p.refused(f)
 	return false
 }
@@ -354,24 +355,20 @@ func (l *lane) mustTakeBack(f *failure) bool {
 
 // wait pauses after a failure that no message caused. It returns false if the lane must stop.
 func (l *lane) wait(waits int, f *failure) bool {
-	wait, text := l.p.consumer.engineBackoff(waits), "partition waits for the database; nothing is lost"
+	wait := l.p.consumer.engineBackoff(waits)
+	t := trouble{state: StateWaitingForDatabase, err: f.err, text: "partition waits for the database; nothing is lost"}
 	switch {
 	case errors.Is(f.err, errPool):
-		text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
+		t.text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
 	case errors.Is(f.err, errManyAbandoned):
-		text = "partition waits for handlers that do not return"
+		t.state, t.text = StateBlocked, "partition waits for handlers that do not return"
+	case waits < waitsStored && l.p.consumer.verdict(f) == verdictRepeat:
+		t.state = StateRunning // a conflict with a concurrent transaction is not an outage
 	}
-	l.warn(text, true, f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	if waits%waitsStored == 0 {
-		l.store(fmt.Sprintf("%s, attempt %d: %v", text, waits, f.err))
+		t.stored = fmt.Sprintf("%s, attempt %d: %v", t.text, waits, f.err)
 	}
-	state := StateWaitingForDatabase
-	if errors.Is(f.err, errManyAbandoned) {
-		state = StateBlocked
-	} else if waits < waitsStored && l.p.consumer.verdict(f) == verdictRepeat {
-		state = StateRunning // a conflict with a concurrent transaction is not an outage
-	}
-	l.become(state, f.err)
+	l.p.suffers(l, slog.LevelWarn, t, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	l.pause(wait)
 	return !l.p.stopped()
 }

@@ -43,8 +43,6 @@ type Message struct {
 	counted   bool      // the attempt in progress is counted
 	first     time.Time // when its first attempt alone began
 	conflicts int       // attempts that ended because of another transaction, and are not counted
-	noted     bool      // the partition's status names it
-	blocks    string    // what the log says of it; empty: it does not block
 	place     int       // in the backlog
 }
 

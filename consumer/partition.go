@@ -45,11 +45,13 @@ type partition struct {
 	committed func(out outcome) // called after each transaction
 	refused   func(f *failure)  // called when the position was refused: the partition ends, and is acquired again
 
-	said   say.Lines
-	noting sync.Mutex        // guards what follows
-	states map[any]laneState // of lanes, of messages that block, and of the partition if it is paused, unless they run
-	does   laneState         // the worst of them
-	since  time.Time         // when that state began
+	said     say.Lines
+	storing  sync.Mutex      // one goroutine at a time writes stored to the position
+	noting   sync.Mutex      // guards what follows
+	troubles map[any]trouble // of lanes, of messages, and of the partition
+	troubled atomic.Bool     // there are some
+	does     condition       // the worst of them
+	stored   string          // of one of them
 
 	during   uint64                    // this poll, and earlier ones, may return records that were fetched before the partition began
 	looked   chan struct{}             // buffers one signal: parked messages are due
@@ -71,12 +73,13 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
 		pos: pos, topicID: topicID, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
 		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
-		marked: func(int64) {}, committed: func(outcome) {}, states: map[any]laneState{}, does: laneState{state: StateRunning}, since: time.Now(), looked: make(chan struct{}, 1),
+		marked: func(int64) {}, committed: func(outcome) {}, troubles: map[any]trouble{}, looked: make(chan struct{}, 1),
 	}
 	p.ctx, p.cancel = context.WithCancel(ctx)
+	p.does.become(StateRunning, nil)
 	if p.lane = p.newLane(); pos.stuck > 0 && c.cfg.OnFailure != OnFailureBlock {
 		p.suspects.Store(int64(p.lane.size * c.cfg.Workers))
-		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", p.suspects.Load())
+		p.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: the first messages are tried alone", "times", pos.stuck, "messages", p.suspects.Load())
 	}
 	return p
 }
@@ -107,7 +110,7 @@ func (p *partition) run() {
 			return
 		}
 	}
-	p.lane.become(StateRunning, nil)
+	p.lane.works()
 	if p.given != nil {
 		p.release() // what is due comes first
 		p.backlog.arrive(p.given, p.messages)
@@ -136,7 +139,7 @@ func (p *partition) dispatch() (finished bool) {
 		if p.given != nil && len(p.looked) == 0 && p.backlog.idle() {
 			list, err := p.due()
 			if err != nil {
-				p.lane.warn("could not read due parked messages", false, err)
+				p.warn("could not read due parked messages", err)
 			}
 			if len(list) == 0 {
 				return err == nil
@@ -172,7 +175,7 @@ func (p *partition) dispatch() (finished bool) {
 func (p *partition) release() bool {
 	list, err := p.due()
 	if err != nil {
-		p.lane.warn("could not read due parked messages; will retry", false, err)
+		p.warn("could not read due parked messages; will retry", err)
 		return !p.stopped()
 	}
 	p.backlog.release(list)
@@ -215,7 +218,7 @@ func (p *partition) advanceDone() bool {
 func (p *partition) advanceIdle() bool {
 	behind, at := p.backlog.behindControl()
 	if behind == 0 || p.pos.next.Load() >= behind {
-		p.lane.become(StateRunning, nil)
+		p.lane.works()
 		return true
 	}
 	return p.advance(passed{behind, at})
@@ -237,8 +240,6 @@ func (p *partition) advance(to passed) bool {
 	switch {
 	case err == nil:
 		p.lane.works()
-		p.lane.become(StateRunning, nil)
-		p.lane.clearTrouble()
 		p.pos.set(stored)
 		p.marked(to.behind)
 		return true
@@ -246,4 +247,14 @@ func (p *partition) advance(to passed) bool {
 		return p.lane.fenced(f)
 	}
 	return p.stopped() || p.lane.wait(1, f) // a position that is not stored now is stored later
+}
+
+// halt begins or ends an operator's pause. It reports whether that changed anything.
+func (p *partition) halt(paused bool) bool {
+	if paused {
+		p.record(p, &trouble{state: StatePausedByOperator, err: errPaused})
+	} else {
+		p.record(p, nil)
+	}
+	return p.backlog.halt(paused)
 }

@@ -67,7 +67,7 @@ func (p *partition) due() ([]due, error) {
 	if c.holdsKeys() {
 		batch.Queue(c.sql[orderRetriesSQL], append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
 			if tag.RowsAffected() > 0 {
-				p.lane.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
+				p.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
 			}
 			return nil
 		})
@@ -97,7 +97,7 @@ func (l *lane) release(list []due) bool {
 	}
 	msgs, err := l.released(ctx, limit, list)
 	if err != nil && !l.p.stopped() {
-		l.warn("could not read due parked messages; will retry", false, err)
+		l.p.warn("could not read due parked messages; will retry", err)
 	}
 	if len(msgs) == 0 {
 		if l.p.given != nil { // Deliver does not poll
@@ -113,7 +113,7 @@ func (l *lane) release(list []due) bool {
 		} else if msg.attempts > l.p.consumer.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
 			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d did not end, and Config.AttemptsMax is %d: the message seems to end the process", msg.attempts, l.p.consumer.cfg.AttemptsMax), attempts: msg.attempts}
-			l.report(msg, "message is "+l.p.consumer.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
+			l.p.report(msg, "message is "+l.p.consumer.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
 		}
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
@@ -215,16 +215,16 @@ func (w *work) rows(msgs []*Message) []int64 {
 // setBack stores that a message failed again: it stays parked for an operator, or until its next
 // attempt. If storing fails, the message is retried sooner.
 func (l *lane) setBack(msg *Message, why *parking) {
-	l.unblock(msg)
+	l.works(msg)
 	if why.retry {
-		l.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", why.wait)
+		l.p.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", why.wait)
 	} else {
-		l.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
+		l.p.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
 	}
 	ctx, cancel := l.p.consumer.bounded(l.p.ctx)
 	defer cancel()
 	_, err := l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[setBackSQL], msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)
 	if err != nil {
-		l.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
+		l.p.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
 	}
 }

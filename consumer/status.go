@@ -69,11 +69,9 @@ type PartitionState uint8
 // The states. If the workers of a partition are in different states, the last one in this list
 // counts.
 const (
-	// StateUnassigned: the partition is not assigned to this consumer.
-	StateUnassigned PartitionState = iota
 	// StateWaiting: it is not acquired yet, because the database or the partition's leader does not
 	// answer.
-	StateWaiting
+	StateWaiting PartitionState = iota
 	// StateRunning: its messages are handled.
 	StateRunning
 	// StatePausedByOperator: an operator paused its topic.
@@ -99,7 +97,7 @@ const (
 // String describes the state in a few words.
 func (s PartitionState) String() string {
 	names := [...]string{
-		"unassigned", "waiting", "running", "paused by an operator", "waiting for the database", "paused by the breaker", "blocked", "fenced", "halted", "draining",
+		"waiting", "running", "paused by an operator", "waiting for the database", "paused by the breaker", "blocked", "fenced", "halted", "draining",
 	}
 	if int(s) < len(names) {
 		return names[s]
@@ -118,9 +116,7 @@ type assignment struct {
 	pos     *position  // as last acquired; nil: not acquired
 	topicID uuid.UUID
 
-	does  laneState      // without a worker
-	since time.Time      // when that state began
-	told  PartitionState // by Hooks.State
+	does condition // without a worker
 
 	reached int64 // this assignment handled everything before this offset; -1: unknown
 	end     int64 // of the topic, as last read; -1: unknown
@@ -137,73 +133,33 @@ type assignment struct {
 	readAt     int64
 }
 
-func (a *assignment) become(state PartitionState, err error) {
-	if a.does.state != state {
-		a.since = time.Now()
-	}
-	a.does = laneState{state, err}
+// condition is the state of a partition, why it does not run, and since when.
+type condition struct {
+	state PartitionState
+	err   error
+	since time.Time
 }
 
-// now is the state of the partition, and since when.
-func (a *assignment) now() (laneState, time.Time) {
+func (c *condition) become(state PartitionState, err error) {
+	if c.state != state || c.since.IsZero() {
+		c.since = time.Now()
+	}
+	c.state, c.err = state, err
+}
+
+// now is the condition of the partition.
+func (a *assignment) now() condition {
 	if a.p == nil {
-		return a.does, a.since
+		return a.does
 	}
 	a.p.noting.Lock()
 	defer a.p.noting.Unlock()
-	return a.p.does, a.p.since
+	return a.p.does
 }
 
 // saw stores what an acquisition found.
 func (a *assignment) saw(t held) {
 	a.pos, a.topicID, a.reached, a.end = t.pos, t.log.topicID, t.decision.at, t.log.end
-}
-
-// laneState is the state of a lane, and why it does not run or retries a message.
-type laneState struct {
-	state PartitionState
-	err   error
-}
-
-// become sets the state of the lane. It is called after each commit: a lane that was already
-// running takes no lock.
-func (l *lane) become(state PartitionState, err error) {
-	now := laneState{state, err}
-	if now == (laneState{state: StateRunning}) && l.does == now {
-		return
-	}
-	l.does = now
-	l.p.note(l, now)
-}
-
-// note records the state of a lane, of a message that blocks, or of a partition that an operator
-// paused. That of the partition is the worst of them.
-func (p *partition) note(who any, does laneState) {
-	p.noting.Lock()
-	defer p.noting.Unlock()
-	if p.states[who] = does; does == (laneState{state: StateRunning}) {
-		delete(p.states, who)
-	}
-	worst := laneState{state: StateRunning}
-	for _, does := range p.states {
-		if does.state > worst.state || does.state == worst.state && worst.err == nil {
-			worst = does
-		}
-	}
-	if worst.state != p.does.state {
-		p.since = time.Now()
-	}
-	p.does = worst
-}
-
-// halt begins or ends an operator's pause. It reports whether that changed anything.
-func (p *partition) halt(paused bool) bool {
-	does := laneState{state: StateRunning}
-	if paused {
-		does = laneState{StatePausedByOperator, errPaused}
-	}
-	p.note(p, does)
-	return p.backlog.halt(paused)
 }
 
 // Status returns the state of the consumer and its partitions. It reads memory only, is safe for
@@ -234,8 +190,8 @@ func (c *Consumer) Status() Status {
 }
 
 func (a *assignment) status() PartitionStatus {
-	does, since := a.now()
-	status := PartitionStatus{Topic: a.key.topic, Partition: a.key.partition, State: does.state, Since: since, Position: -1, Lag: -1}
+	does := a.now()
+	status := PartitionStatus{Topic: a.key.topic, Partition: a.key.partition, State: does.state, Since: does.since, Position: -1, Lag: -1}
 	if does.err != nil {
 		status.Err = does.err.Error()
 	}
@@ -270,35 +226,6 @@ type phaseNow struct {
 
 func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase, err}) }
 
-// tellStates calls Hooks.State for each partition whose state has changed since the last call.
-func (s *session) tellStates() {
-	hook := s.consumer.cfg.Hooks.State
-	if hook == nil {
-		return
-	}
-	var changes []StateChange
-	s.mu.Lock()
-	for key, a := range s.assignments {
-		if does, _ := a.now(); a.told != does.state {
-			changes = append(changes, StateChange{Topic: key.topic, Partition: key.partition, From: a.told, To: does.state, Err: does.err})
-			a.told = does.state
-		}
-	}
-	changes, s.untold = append(s.untold, changes...), nil
-	s.mu.Unlock()
-	slices.SortStableFunc(changes, func(a, b StateChange) int {
-		return topicPartition{a.Topic, a.Partition}.compare(topicPartition{b.Topic, b.Partition})
-	})
-	for i, change := range changes {
-		if !s.consumer.hook(s.life.Done(), func() { hook(change) }) {
-			s.mu.Lock()
-			s.untold = append(s.untold, changes[i:]...)
-			s.mu.Unlock()
-			return
-		}
-	}
-}
-
 // Hooks are optional callbacks, for metrics. They are called from the goroutines of partitions and
 // workers, which wait for them for at most HandlerTimeout. While one does not return, none is called.
 type Hooks struct {
@@ -308,19 +235,6 @@ type Hooks struct {
 	Failed func(Failed)
 	// Parked is called for each message that a commit parked or turned into a dead letter.
 	Parked func(Parked)
-	// State is called when the state of an assigned partition has changed, up to a second later,
-	// until Run returns. States that end within that second may be left out. Use it for an alert on
-	// StateHalted.
-	State func(StateChange)
-}
-
-// StateChange is a change of a partition's state.
-type StateChange struct {
-	Topic     string
-	Partition int32
-	From, To  PartitionState
-	// Err is why the partition does not run; nil: it runs, or no error is the reason.
-	Err error
 }
 
 // Processed is what a transaction committed.
@@ -378,7 +292,7 @@ type Parked struct {
 // group: its configuration, its rights and its schema work. A consumer that waits for the database
 // or for Kafka at its start is not ready. The state of single partitions never makes it unready,
 // because another release would not help: a partition that is halted, blocked or waiting for the
-// database is in the answer, and needs an alert. See Hooks.State.
+// database is in the answer, and needs an alert. See Status.
 //
 // For a livenessProbe always answer 200: a restart fixes neither a database nor a partition that
 // waits for an operator.

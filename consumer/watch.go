@@ -50,7 +50,6 @@ func (s *session) watch(ctx context.Context) {
 			looked = time.Now()
 			do("compare partitions with their topics", s.look)
 		}
-		s.tellStates()
 	}
 }
 
@@ -129,7 +128,7 @@ func (s *session) poll(ctx context.Context) error {
 			if !paused[i] {
 				text = "an operator resumed the topic for the group"
 			}
-			p.lane.log(slog.LevelInfo, text)
+			p.log(slog.LevelInfo, text)
 		}
 	}
 	return nil
@@ -241,7 +240,7 @@ func (s *session) look(ctx context.Context) error {
 			s.restart(fmt.Errorf("%s/%d: %w", p.pos.topic, p.pos.partition, errStuck))
 			return nil
 		case arrived && last.Offset > end.Offset:
-			p.lane.log(slog.LevelWarn, "an open transaction of another program holds back records of the partition: end it, or claims are not forgotten", "readable_up_to", end.Offset, "end", last.Offset)
+			p.log(slog.LevelWarn, "an open transaction of another program holds back records of the partition: end it, or claims are not forgotten", "readable_up_to", end.Offset, "end", last.Offset)
 		case arrived:
 			list = append(list, atEnd{p.pos.topic, p.pos.partition, p.pos.epoch, upTo, upTo == p.backlog.begin})
 		}

@@ -33,7 +33,6 @@ type backlog struct {
 
 	lines     map[keyHash]*line  // of the keys that have messages waiting or in progress
 	ready     []*line            // that may have messages to be taken, in the order in which they came
-	last      *Message           // that arrived, if it was not taken yet
 	waiting   int                // messages
 	bytes     int                // of these
 	halted    bool               // by an operator: nothing is taken
@@ -45,7 +44,7 @@ type backlog struct {
 	// aborted).
 	open   []tracked
 	base   int // number of the first one
-	passed passed
+	passed tracked
 }
 
 // line is messages that wait for each other: of the partition, of a key, or one alone.
@@ -91,15 +90,9 @@ func (s *share) retry(from *line, limit int) {
 
 // tracked is a message in progress, or one after it.
 type tracked struct {
-	passed
-
+	next int64 // offset after it
+	at   time.Time
 	done bool
-}
-
-// passed is an offset up to which everything is done, behind control records, too; 0: nothing yet.
-type passed struct {
-	behind int64
-	at     time.Time
 }
 
 const (
@@ -138,35 +131,19 @@ func (b *backlog) start(offset int64) {
 
 // arrive adds records, which follow all that arrived before.
 func (b *backlog) arrive(records []*kgo.Record, convert func(records []*kgo.Record) []*Message) {
-	records = slices.DeleteFunc(records, func(r *kgo.Record) bool { return r.Offset < b.begin })
-	if len(records) == 0 {
+	if len(records) == 0 || records[len(records)-1].Offset < b.begin {
 		return
 	}
-	data := make([]*kgo.Record, 0, len(records))
-	behind, ahead := make([]int64, 0, len(records)), int64(0) // offsets after the control records that follow each, or come first
-	for _, record := range records {
-		switch n := len(data); {
-		case !record.Attrs.IsControl():
-			data, behind = append(data, record), append(behind, 0)
-		case n > 0:
-			behind[n-1] = record.Offset + 1
-		default:
-			ahead = record.Offset + 1
-		}
-	}
-	msgs := convert(data)
+	last := records[len(records)-1]
+	msgs := convert(slices.DeleteFunc(records, func(r *kgo.Record) bool { return r.Offset < b.begin || r.Attrs.IsControl() }))
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.ended {
 		return
 	}
-	last := records[len(records)-1]
 	b.seen, b.seenAt = last.Offset+1, recordTime(last)
-	if ahead > 0 && b.last != nil {
-		b.last.behind, b.open[len(b.open)-1].behind = ahead, ahead
-	}
-	for i, msg := range msgs {
-		msg.behind, b.delivered = behind[i], msg.Offset+1
+	for _, msg := range msgs {
+		b.delivered = msg.Offset + 1
 		b.add(msg)
 	}
 	signal(b.wake)
@@ -177,11 +154,10 @@ func (b *backlog) arrive(records []*kgo.Record, convert func(records []*kgo.Reco
 // add adds a message behind the others.
 func (b *backlog) add(msg *Message) {
 	msg.place = b.base + len(b.open)
-	b.open = append(b.open, tracked{passed: passed{msg.next(), msg.Time}})
+	b.open = append(b.open, tracked{next: msg.Offset + 1, at: msg.Time})
 	to := b.lineOf(msg)
 	to.msgs = append(to.msgs, msg)
 	b.offer(to)
-	b.last = msg
 	b.waiting++
 	b.bytes += msg.size()
 }
@@ -310,9 +286,6 @@ func (b *backlog) take(n, batch int) (s share) {
 	}
 	for _, msg := range s.msgs {
 		b.bytes -= msg.size()
-		if msg == b.last {
-			b.last = nil
-		}
 	}
 	b.waiting -= len(s.msgs)
 	slices.SortFunc(s.msgs, func(a, c *Message) int { return cmp.Compare(a.place, c.place) })
@@ -386,7 +359,7 @@ func (b *backlog) done(s share, later *postponed) (last bool) {
 	}
 	n := 0
 	for ; n < len(b.open) && b.open[n].done; n++ {
-		b.passed = b.open[n].passed
+		b.passed = b.open[n]
 	}
 	b.base += n
 	if b.open = b.open[n:]; len(b.open) == 0 {
@@ -404,11 +377,15 @@ func (b *backlog) done(s share, later *postponed) (last bool) {
 	return len(s.dues) > 0 && len(b.releasing) == 0
 }
 
-// low returns the offset up to which everything is done.
-func (b *backlog) low() passed {
+// low returns the offset up to which everything is done, and the time of the record before it; 0: nothing
+// yet. Control records count as done when no message is in progress.
+func (b *backlog) low() (int64, time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.passed
+	if len(b.open) == 0 && !b.seenAt.IsZero() {
+		return b.seen, b.seenAt
+	}
+	return b.passed.next, b.passed.at
 }
 
 // end leaves the fetching of the partition to others. What has arrived can be taken.
@@ -426,15 +403,4 @@ func (b *backlog) halt(halted bool) bool {
 	b.halted = halted
 	signal(b.wake)
 	return changed
-}
-
-// behindControl returns the offset after the last record, and its time, if no message is in progress;
-// 0: one is, or none has arrived yet.
-func (b *backlog) behindControl() (int64, time.Time) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if len(b.open) > 0 || b.seenAt.IsZero() {
-		return 0, time.Time{}
-	}
-	return b.seen, b.seenAt
 }

@@ -98,7 +98,7 @@ func TestPositionOfWorkersFollowsTheLowestInWork(t *testing.T) {
 			} else if i == 0 {
 				want = 0 // behind the last that is done before open[0]: judged below
 			}
-			low := b.low().behind
+			low, _ := b.low()
 			if want > 0 {
 				require.Equal(t, want, low)
 			}
@@ -141,34 +141,27 @@ func TestHeadersCountForWhatWaits(t *testing.T) {
 	require.True(t, b.idle(), "what arrives late belongs to the next holder")
 }
 
-// Property: the offset behind control records counts for the message before them, whether they come
-// with it or while it waits; otherwise it is stored when nothing is in progress.
-func TestControlRecordsFollowTheirMessage(t *testing.T) {
+// Property: control records count as done when no message is in progress, and not before.
+func TestControlRecordsCountWhenNothingIsInProgress(t *testing.T) {
 	t.Parallel()
 	b := newBacklog(nil, topicPartition{}, OrderByPartition, 1000)
-	arrive := func(records ...*kgo.Record) { b.arrive(records, bare) }
-	data := func(offset int64) *kgo.Record { return &kgo.Record{Offset: offset, Timestamp: time.Now()} }
-	control := func(offset int64) *kgo.Record {
-		r := data(offset)
-		r.Attrs = kgo.NewRecordAttrs(kgo.RecordAttrsOpts{Control: true})
-		return r
+	record := func(offset int64, control bool) *kgo.Record {
+		return &kgo.Record{Offset: offset, Timestamp: time.Now(), Attrs: kgo.NewRecordAttrs(kgo.RecordAttrsOpts{Control: control})}
 	}
-	finish := func() passed {
-		b.done(b.take(1, 1000), &postponed{})
-		return b.low()
+	low := func(want int64) {
+		t.Helper()
+		got, _ := b.low()
+		require.Equal(t, want, got)
 	}
-	arrive(data(0), control(1), control(2), data(3), control(4))
-	require.EqualValues(t, 5, finish().behind, "with it")
-	arrive(data(5))
-	arrive(control(6))
-	require.EqualValues(t, 7, finish().behind, "while it waits")
-	arrive(data(7))
+	low(0)
+	b.arrive([]*kgo.Record{record(0, true), record(1, true)}, bare)
+	low(2)
+	b.arrive([]*kgo.Record{record(2, false), record(3, true)}, bare)
+	low(0)
 	taken := b.take(1, 1000)
-	arrive(control(8))
-	behind, _ := b.behindControl()
-	require.Zero(t, behind, "a message is in progress")
+	b.arrive([]*kgo.Record{record(4, false), record(5, true)}, bare)
 	b.done(taken, &postponed{})
-	require.EqualValues(t, 8, b.low().behind)
-	behind, _ = b.behindControl()
-	require.EqualValues(t, 9, behind)
+	low(3)
+	b.done(b.take(1, 1000), &postponed{})
+	low(6)
 }

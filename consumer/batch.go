@@ -282,7 +282,7 @@ func (c *Consumer) queuePosition(batch *pgx.Batch, w *work, stored *int64) {
 	case w.apart:
 		batch.Queue(c.sql[checkSQL], append(args, w.pos.stored())...)
 	default:
-		batch.Queue(c.sql[advanceSQL], append(args, w.pos.stored(), last.next(), last.Time)...).
+		batch.Queue(c.sql[advanceSQL], append(args, w.pos.stored(), last.Offset+1, last.Time)...).
 			QueryRow(func(row pgx.Row) error { return row.Scan(stored) })
 	}
 }

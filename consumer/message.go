@@ -35,7 +35,6 @@ type Message struct {
 	original  *Message  // of which this is the form under its coordinates; nil: none
 	released  time.Time // if it was parked: the time in the IDs of what it publishes
 	scope     string    // the consumer's name
-	behind    int64     // offset after the control records that follow it; 0: none follow
 	row       int64     // its seq in parked_messages; 0: it comes from Kafka
 	park      *parking  // why it is parked and not handled; nil: it is handled
 	attempts  int       // at it alone
@@ -104,9 +103,6 @@ func (m *Message) PublishID(step string) uuid.UUID {
 	}
 	return dedup.PublishID(m.scope, m.ID, step, at)
 }
-
-// next is the offset after the message and the control records that follow it.
-func (m *Message) next() int64 { return max(m.behind, m.Offset+1) }
 
 // String identifies the message for logs, without key or value.
 func (m *Message) String() string {

@@ -150,7 +150,7 @@ func (h *harness) end() int {
 
 const haltedSQL = `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%were deleted%'`
 
-// Property: control records move the position, with the next message or, if none comes, soon: then
+// Property: control records move the position, with the next message, soon, or at the end: then
 // retention that removes everything halts nothing. Records that were deleted before they were
 // consumed halt the partition as always, even if there were only control records: nothing shows
 // that any more.

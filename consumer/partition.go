@@ -123,19 +123,24 @@ func (p *partition) run() {
 	p.stop()
 	running.Wait()
 	if p.ctx.Err() == nil {
-		p.ended = p.advanceDone() && finished && p.pos.next.Load() >= p.backlog.low().behind
+		p.ended = p.advance() && finished && p.isStored()
 	}
 }
 
-// dispatch stores positions and gives out what is due, until the partition must stop. While no message
-// is in progress it does not wake up to store the position. It returns whether everything is done that
-// Deliver got.
+// isStored reports whether everything that is done is stored.
+func (p *partition) isStored() bool {
+	next, _ := p.backlog.low()
+	return p.pos.next.Load() >= next
+}
+
+// dispatch stores positions and gives out what is due, until the partition must stop. It looks for a
+// position to be stored every idleEvery (after control records, which no transaction handles), and while
+// workers have messages in progress every advanceEvery. It returns whether everything is done that Deliver
+// got.
 func (p *partition) dispatch() (finished bool) {
-	advance, idle := time.NewTicker(advanceEvery), time.NewTicker(p.consumer.idleEvery)
-	advance.Stop()
-	defer advance.Stop()
-	defer idle.Stop()
-	for ticks, ok := false, true; ok; {
+	tick, busy := time.NewTicker(p.consumer.idleEvery), false
+	defer tick.Stop()
+	for ok := true; ok; {
 		if p.given != nil && len(p.looked) == 0 && p.backlog.idle() {
 			list, err := p.due()
 			if err != nil {
@@ -148,19 +153,17 @@ func (p *partition) dispatch() (finished bool) {
 		}
 		select {
 		case <-p.backlog.turned:
-			if !ticks && p.consumer.cfg.Order != OrderByPartition {
-				ticks = true
-				advance.Reset(advanceEvery)
+			if !busy && p.consumer.cfg.Order != OrderByPartition {
+				busy = true
+				tick.Reset(advanceEvery)
 			}
 		case <-p.looked:
 			ok = p.release()
-		case <-advance.C:
-			if ok = p.advanceDone(); p.backlog.idle() && p.pos.next.Load() >= p.backlog.low().behind {
-				ticks = false
-				advance.Stop()
+		case <-tick.C:
+			if ok = p.advance(); busy && p.backlog.idle() && p.isStored() {
+				busy = false
+				tick.Reset(p.consumer.idleEvery)
 			}
-		case <-idle.C:
-			ok = !p.backlog.idle() || p.advanceIdle()
 		case <-p.stopping:
 			return false
 		case <-p.ctx.Done():
@@ -206,32 +209,19 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	return end <= b.seen, stuck, b.delivered
 }
 
-// advanceDone stores the offset up to which all messages are done, unless their transactions did. It
-// returns false if the partition must stop.
-func (p *partition) advanceDone() bool {
-	low := p.backlog.low()
-	return low.behind <= p.pos.next.Load() || low.behind == 0 || p.advance(low)
-}
-
-// advanceIdle stores a position after control records that no message follows. It returns false if
-// the partition must stop.
-func (p *partition) advanceIdle() bool {
-	behind, at := p.backlog.behindControl()
-	if behind == 0 || p.pos.next.Load() >= behind {
+// advance stores the offset up to which everything is done, unless the transactions that handled the
+// messages did. It returns false if the partition must stop.
+func (p *partition) advance() bool {
+	next, at := p.backlog.low()
+	if next == 0 || next <= p.pos.next.Load() {
 		p.lane.works()
 		return true
 	}
-	return p.advance(passed{behind, at})
-}
-
-// advance stores a position outside of the transactions that handled the messages. It returns false
-// if the partition must stop.
-func (p *partition) advance(to passed) bool {
 	c := p.consumer
 	ctx, cancel := c.bounded(p.ctx)
 	defer cancel()
 	var stored *int64
-	err := c.pool.QueryRow(ctx, c.sql[advanceApartSQL], c.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), to.behind, to.at, p.pos.server).Scan(&stored)
+	err := c.pool.QueryRow(ctx, c.sql[advanceApartSQL], c.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored(), next, at, p.pos.server).Scan(&stored)
 	f := engineFailure(err)
 	if errors.Is(err, pgx.ErrNoRows) {
 		// Only memory knows what workers have done, and the server may have lost it.
@@ -241,7 +231,7 @@ func (p *partition) advance(to passed) bool {
 	case err == nil:
 		p.lane.works()
 		p.pos.set(stored)
-		p.marked(to.behind)
+		p.marked(next)
 		return true
 	case c.verdict(f) == verdictFenced:
 		return p.lane.fenced(f)

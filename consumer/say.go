@@ -163,7 +163,7 @@ func (p *partition) tell(w *work, out outcome) {
 	if hooks.Processed != nil {
 		processed := Processed{
 			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked), Conflicts: out.conflicts, WithoutID: plain,
-			Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
+			Retried: w.released(), Next: last.Offset + 1, Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
 		}
 		p.hook(func() { hooks.Processed(processed) })
 	}

@@ -126,7 +126,7 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 	defer s.mu.Unlock()
 	for _, key := range keys {
 		a := s.assignments[key]
-		if a == nil || s.closing {
+		if a == nil || s.life.Err() != nil {
 			continue
 		}
 		assigned = append(assigned, key)

@@ -103,7 +103,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 		watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery, slots: make(chan struct{}, max(1, int(pool.Config().MaxConns)-1)),
 	}
 	c.enter(PhaseStopped, nil)
-	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
+	if err := kgo.ValidateOpts(newSession(context.Background(), c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
 	return c, c.checkDrain()
@@ -164,7 +164,7 @@ func (c *Consumer) Run(ctx context.Context) (err error) {
 
 // join runs one membership in the group. If it ends before ctx does, Run begins another one.
 func (c *Consumer) join(ctx context.Context, attempt int) {
-	s := newSession(c)
+	s := newSession(ctx, c)
 	c.session.Store(s)
 	c.enter(PhaseJoining, nil)
 	err := s.consume(ctx)

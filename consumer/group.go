@@ -24,16 +24,14 @@ type session struct {
 	mu          sync.Mutex
 	assignments map[topicPartition]*assignment
 	cluster     string // ID of the brokers' cluster
-	closing     bool   // no further partition begins
 
-	values context.Context //nolint:containedctx // Run's values, for handlers; never cancelled
-	life   context.Context //nolint:containedctx // ends when the session begins to close
-	close  context.CancelFunc
-	polls  atomic.Uint64 // polls begun so far
+	values  context.Context         //nolint:containedctx // Run's values, for handlers; never cancelled
+	life    context.Context         //nolint:containedctx // ends when the session begins to close: no further partition begins
+	restart context.CancelCauseFunc // ends it, so that a new session begins; the first reason counts
+	polls   atomic.Uint64           // polls begun so far
 
 	assigning  sync.Mutex     // one goroutine at a time acquires or releases partitions: see release
 	committing sync.Mutex     // the same for commits to Kafka
-	failed     chan error     // why a new session must begin
 	warned     time.Time      // when the poll loop last logged a warning
 	looking    sync.WaitGroup // goroutines that look after the partitions while the session polls
 }
@@ -43,11 +41,9 @@ type topicPartition struct {
 	partition int32
 }
 
-func newSession(c *Consumer) *session {
-	s := &session{
-		consumer: c, ready: make(chan struct{}), failed: make(chan error, 1), assignments: map[topicPartition]*assignment{},
-	}
-	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; run closes it
+func newSession(ctx context.Context, c *Consumer) *session {
+	s := &session{consumer: c, ready: make(chan struct{}), values: context.WithoutCancel(ctx), assignments: map[topicPartition]*assignment{}}
+	s.life, s.restart = context.WithCancelCause(ctx)
 	return s
 }
 
@@ -92,36 +88,23 @@ func (s *session) options() []kgo.Opt {
 	)
 }
 
-// consume consumes until ctx ends or a new session must begin.
+// consume consumes until Run's context ends or a new session must begin.
 func (s *session) consume(ctx context.Context) error {
+	defer s.restart(nil)
 	client, err := kafkaclient.New(s.options()...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer s.leave(ctx, client)
-	defer s.close()
-	s.client, s.values = client, context.WithoutCancel(ctx)
+	s.client = client
 	close(s.ready)
-	polling, stop := context.WithCancelCause(ctx)
-	defer stop(nil)
 	defer s.looking.Wait()
-	s.looking.Go(func() { s.watch(polling) })
-	go func() {
-		select {
-		case err := <-s.failed:
-			stop(err)
-		case <-polling.Done():
-		}
-	}()
-	for polling.Err() == nil {
-		s.fetch(polling)
+	s.looking.Go(func() { s.watch(s.life) })
+	for s.life.Err() == nil {
+		s.fetch(s.life)
 	}
-	s.mu.Lock()
-	s.closing = true
-	s.mu.Unlock()
-	s.close()
 	s.drain(ctx)
-	return context.Cause(polling)
+	return context.Cause(s.life)
 }
 
 // drain releases all partitions, and logs it.
@@ -151,20 +134,6 @@ func (s *session) leave(ctx context.Context, client *kgo.Client) {
 	case <-timer.C:
 		s.consumer.cfg.Logger.WarnContext(ctx, "leaving the group timed out during a rebalance: the group removes this member when the rebalance ends or the session times out", "group", s.consumer.cfg.Group)
 	}
-}
-
-// restart ends the session; the first reason counts.
-func (s *session) restart(err error) {
-	select {
-	case s.failed <- err:
-	default:
-	}
-}
-
-func (s *session) isClosing() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.closing
 }
 
 func (s *session) fetch(ctx context.Context) {
@@ -261,7 +230,7 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 	}
 	s.mu.Unlock()
 	begins := s.acquire(ctx, "", keys...)
-	if ctx.Err() != nil && !s.isClosing() {
+	if ctx.Err() != nil && s.life.Err() == nil {
 		return nil, ctx.Err()
 	}
 	for key, offset := range begins {
@@ -280,7 +249,7 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	}
 	e, began := s.consumer, time.Now()
 	s.release(ctx, keys, e.cfg.DrainMax)
-	if s.isClosing() {
+	if s.life.Err() != nil {
 		return // drain logs it
 	}
 	e.cfg.Logger.InfoContext(ctx, "partitions were revoked and are released", "group", e.cfg.Group, "partitions", keys, "lasted", readable(time.Since(began)))

@@ -206,7 +206,7 @@ func (a *assignment) status() PartitionStatus {
 
 // joined reports whether the session is a member of the group.
 func (s *session) joined() bool {
-	if s.isClosing() {
+	if s.life.Err() != nil {
 		return false
 	}
 	select {

@@ -59,8 +59,10 @@ type Config struct {
 	IDProfiles []IDProfile
 	// IDFunc returns the ID of a message that has none in its headers, for example from its body.
 	// It must always return the same ID for the same message, and within HandlerTimeout: a message
-	// on which it panics or hangs is parked. It is called in each attempt. If IDFunc is nil or returns nothing, topic, partition
-	// and offset identify the message. That stops redeliveries but not a producer's duplicates.
+	// on which it panics or hangs is parked. It is called in each attempt, before the message can be
+	// parked: one that ends the process ends it again after each restart, until it is repaired. If
+	// IDFunc is nil or returns nothing, topic, partition and offset identify the message. That stops
+	// redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
 	// Start is where the partitions of a topic begin when the group meets the topic for the first
 	// time, if Kafka has no offset for them. It is decided and stored for all partitions of the

@@ -251,31 +251,3 @@ func TestRulesForIDsHaveBounds(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorIs(t, c.Run(t.Context()), dedup.ErrIDRule)
 }
-
-// Property: a function for IDs that may have ended the process three times in a row is not asked
-// about the messages that the last holders may have been handling. They are parked, and the others
-// are asked for.
-func TestFunctionThatEndsTheProcessIsNotAsked(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	asking := func(c *consumer.Config) {
-		c.BatchMax = 1
-		c.IDFunc = func(msg *consumer.Message) []byte {
-			if string(msg.Value) == "bad" {
-				t.Error("asked")
-			}
-			return msg.Value
-		}
-	}
-	h.produceWith(nil, "a")
-	stop := h.run(consumer.Each(effect), asking)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	h.exec(`UPDATE effectonce.consumer_positions SET released = false, stuck = 2, held_offset = next_offset`)
-	h.produceWith(nil, "bad", "b")
-	stop = h.run(consumer.Each(effect), asking)
-	h.waitEffects(2)
-	h.waitParked("invalid")
-	require.NoError(t, stop())
-	require.Equal(t, []string{"a", "b"}, h.values())
-}

@@ -183,25 +183,14 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 	return msgs, !l.p.stopped() // it is parked together with the following messages
 }
 
-// stuckMax is after how many holders in a row that ended without finishing anything Config.IDFunc is no
-// longer asked about the suspects: it may be what ends the process.
-const stuckMax = 3
-
-var errIDFuncEnds = fmt.Errorf("%w; so did the ones before it, perhaps in Config.IDFunc, which is not asked", errSuspect)
-
 // try handles messages once, in one transaction.
 func (l *lane) try(msgs []*Message) *failure {
 	if len(msgs) == 1 && msgs[0].first.IsZero() {
 		msgs[0].first = time.Now()
 	}
 	for _, msg := range msgs {
-		if l.p.suspects.Load() <= 0 || msg.row != 0 || msg.park != nil {
-			continue
-		}
-		msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
-		if !msg.named && l.p.pos.stuck >= stuckMax {
-			msg.park = nil
-			msg.unknowable(errIDFuncEnds)
+		if l.p.suspects.Load() > 0 && msg.row == 0 && msg.park == nil {
+			msg.park = &parking{reason: reasonCrashed, err: errSuspect, retry: true}
 		}
 	}
 	c, p := l.p.consumer, l.p

@@ -1,11 +1,11 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
-	"math"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -52,22 +52,17 @@ func (p *position) set(next *int64) {
 
 func (p *position) isHandled(offset int64) bool { return p.handled.contains(offset, p.stored()) }
 
-// hold is a partition to be acquired.
+// hold is a partition that is acquired, or why it could not be.
 type hold struct {
 	topicPartition
 	log  *topicLog // nil: the records do not come from Kafka
 	seen *int64    // a position that was read before log
 	halt error     // see known
-}
 
-// held is a partition that was acquired, or why it could not be.
-type held struct {
-	pos      *position
+	row      storedPosition
+	waits    error // why it could not be acquired
 	decision decision
-	waits    error
-	ahead    *int64 // the position is ahead of the log, perhaps only because the log was read earlier
-	log      *topicLog
-	paused   bool // by an operator
+	pos      *position // nil: it could not
 }
 
 var (
@@ -101,18 +96,14 @@ func (s *session) acquire(ctx context.Context, why string, keys ...topicPartitio
 	limited, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
-	taken, err := s.hold(limited, assigned)
 	begins, moved := map[topicPartition]int64{}, false
-	for _, key := range assigned {
-		t, during := taken[key], uint64(0)
-		if err != nil {
-			t = held{waits: err}
+	for _, h := range s.hold(limited, assigned) {
+		during := uint64(0)
+		if why != "" && h.waits == nil && h.decision.halt == nil {
+			s.setOffset(h.topicPartition, h.decision.at)
+			during, moved = s.polls.Load(), moved || h.decision.moved
 		}
-		if why != "" && t.waits == nil && t.decision.halt == nil {
-			s.setOffset(key, t.decision.at)
-			during, moved = s.polls.Load(), moved || t.decision.moved
-		}
-		begins[key] = s.start(ctx, key, t, during)
+		begins[h.topicPartition] = s.start(ctx, h, during)
 	}
 	if moved {
 		_ = s.commitMarks(ctx) // at once: another program's offset behind it would look like a rewind
@@ -142,119 +133,102 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 	return assigned, workers
 }
 
-// hold decides where partitions begin and stores that under a new epoch. It returns an error only if
-// the database or all brokers fail. If one partition gets no answer, its waits is the reason.
-func (s *session) hold(ctx context.Context, keys []topicPartition) (map[topicPartition]held, error) {
+// hold decides where partitions begin and stores that under a new epoch.
+func (s *session) hold(ctx context.Context, keys []topicPartition) []*hold {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
 	answer, err := s.ask(ctx, keys)
-	if err != nil {
-		return nil, err
-	}
-	taken := map[topicPartition]held{}
-	var holds []hold
+	holds, answered := make([]*hold, len(keys)), []*hold{}
 	s.mu.Lock()
-	for _, key := range keys {
-		if log := answer.logs[key]; log == nil {
-			taken[key] = held{waits: answer.silent[key]}
-		} else if a := s.assignments[key]; a != nil {
-			holds = append(holds, hold{topicPartition: key, log: log, seen: a.seen, halt: s.damage(a)})
+	for i, key := range keys {
+		a := s.assignments[key]
+		h := &hold{topicPartition: key, log: answer.logs[key], waits: cmp.Or(err, answer.silent[key]), seen: a.seen, halt: s.damage(a)}
+		if holds[i] = h; h.waits == nil {
+			answered = append(answered, h)
 		}
 	}
 	s.mu.Unlock()
-	if len(holds) == 0 {
-		return taken, nil
+	if len(answered) == 0 {
+		return holds
 	}
-	list, err := s.consumer.hold(ctx, holds, answer.contacts(s.consumer.cfg.Start))
-	if err != nil {
-		return nil, err
+	if err := s.consumer.hold(ctx, answered, answer.contacts(s.consumer.cfg.Start)); err != nil {
+		for _, h := range answered {
+			h.waits = err
+		}
 	}
-	for i, h := range holds {
-		t := list[i]
-		t.log = h.log
-		taken[h.topicPartition] = t
-	}
-	return taken, nil
+	return holds
 }
 
 // start carries out the decision for a partition: its worker begins, or its fetching pauses. It
 // returns the offset at which the client must fetch. during is the poll that may still return
 // records that were fetched before.
-func (s *session) start(ctx context.Context, key topicPartition, t held, during uint64) int64 {
-	logger, where := s.consumer.cfg.Logger, []any{"group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition}
+func (s *session) start(ctx context.Context, h *hold, during uint64) int64 {
+	logger, where := s.consumer.cfg.Logger, []any{"group", s.consumer.cfg.Group, "topic", h.topic, "partition", h.partition}
 	switch {
-	case t.waits != nil:
-		s.wait(ctx, key, t)
+	case h.waits != nil:
+		s.wait(ctx, h)
 		return 0
-	case t.decision.halt != nil:
-		problem := halted(t.decision.halt)
-		s.halt(key, problem, t)
+	case h.decision.halt != nil:
+		problem := halted(h.decision.halt)
+		s.halt(h, problem)
 		logger.ErrorContext(ctx, "partition halts", append(where, "error", problem)...)
-		return t.decision.at
+		return h.decision.at
 	}
-	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
-		"position", t.pos.next.Load(), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
-	s.startWorker(key, t, during) //nolint:contextcheck // the worker outlives the assignment
-	return t.decision.at
+	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", h.pos.epoch, "resume", h.decision.at, "why", h.decision.why,
+		"position", h.pos.next.Load(), "committed", h.log.committed.String(), "committed_by", h.log.committed.origin(h.log).String(), "first", h.log.first, "end", h.log.end)...)
+	s.startWorker(h, during) //nolint:contextcheck // the worker outlives the assignment
+	return h.decision.at
 }
 
 // wait pauses a partition that could not be acquired, until the next attempt.
-func (s *session) wait(ctx context.Context, key topicPartition, t held) {
-	s.pauseFetching([]topicPartition{key})
+func (s *session) wait(ctx context.Context, h *hold) {
+	s.pauseFetching([]topicPartition{h.topicPartition})
 	s.mu.Lock()
-	a := s.assignments[key]
-	if a == nil {
-		s.mu.Unlock()
-		return
-	}
-	a.does.become(StateWaiting, t.waits)
+	a := s.assignments[h.topicPartition]
+	a.does.become(StateWaiting, h.waits)
 	a.attempt++
 	wait := s.consumer.engineBackoff(a.attempt)
-	a.seen, a.retryAt = t.ahead, time.Now().Add(wait)
+	if a.retryAt, a.seen = time.Now().Add(wait), nil; errors.Is(h.waits, errAhead) {
+		a.seen = h.row.next
+	}
 	s.mu.Unlock()
 	if times, due := a.said.Due("", true); due {
-		s.consumer.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.consumer.cfg.Group, "topic", key.topic, "partition", key.partition,
-			"error", t.waits, "attempt", times, "retry_in", readable(wait))
+		s.consumer.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.consumer.cfg.Group, "topic", h.topic, "partition", h.partition,
+			"error", h.waits, "attempt", times, "retry_in", readable(wait))
 	}
 }
 
 // halt pauses a partition until an operator decides.
-func (s *session) halt(key topicPartition, problem error, t held) {
-	s.pauseFetching([]topicPartition{key})
+func (s *session) halt(h *hold, problem error) {
+	s.pauseFetching([]topicPartition{h.topicPartition})
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if a := s.assignments[key]; a != nil {
-		a.does.become(StateHalted, problem)
-		a.retryAt = time.Time{}
-		if t.pos != nil {
-			a.saw(t)
-		}
-	}
+	a := s.assignments[h.topicPartition]
+	a.does.become(StateHalted, problem)
+	a.retryAt = time.Time{}
+	a.saw(h)
 }
 
-func (s *session) startWorker(key topicPartition, t held, during uint64) {
-	p := s.consumer.newPartition(s.values, s.client, t.pos, t.log.topicID) // it may log
+func (s *session) startWorker(h *hold, during uint64) {
+	p := s.consumer.newPartition(s.values, s.client, h.pos, h.log.topicID) // it may log
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	a := s.assignments[key]
-	if a == nil {
-		return
-	}
-	a.saw(t)
+	a := s.assignments[h.topicPartition]
+	a.saw(h)
 	a.retryAt, a.seen, a.unreadable = time.Time{}, nil, nil
 	a.said.End("")
 	p.during = during
 	p.marked = func(next int64) { s.mark(p, next) }
 	p.refused = func(f *failure) { s.refused(p, f) }
-	p.backlog.start(t.decision.at)
-	p.halt(t.paused)
+	p.backlog.start(h.decision.at)
+	p.halt(h.row.paused)
 	a.p = p
 	a.does.become(StateRunning, nil)
-	if t.decision.moved {
+	if h.decision.moved {
 		// Kafka's offset may be behind and committed by another program, which would undo the move.
-		a.mark = t.decision.at
+		a.mark = h.decision.at
 	}
-	s.client.ResumeFetchPartitions(map[string][]int32{key.topic: {key.partition}})
+	s.client.ResumeFetchPartitions(map[string][]int32{h.topic: {h.partition}})
 	go p.run()
 }
 
@@ -282,57 +256,50 @@ func (s *session) refused(p *partition, f *failure) {
 const refusalMin = time.Second
 
 // hold begins a new epoch for each partition, decides where it begins and stores the decision, all
-// in one transaction. It locks the rows before it decides. The results are in the order of holds.
-func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) ([]held, error) {
-	taken := make([]held, len(holds))
+// in one transaction. It locks the rows before it decides.
+func (c *Consumer) hold(ctx context.Context, holds []*hold, contacts []contact) error {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
 	err := pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
-		rows, met, err := c.lockPositions(ctx, tx, holds, contacts)
-		if err != nil {
+		if err := c.lockPositions(ctx, tx, holds, contacts); err != nil {
 			return err
 		}
-		for i, h := range holds {
-			row := rows[h.topicPartition]
-			if _, known := met[h.topic]; !known && h.log != nil {
-				taken[i].waits = errNotMet
-			} else if h.ahead(row) {
-				taken[i] = held{waits: errAhead, ahead: row.next}
+		for _, h := range holds {
+			if h.log != nil && !h.row.met {
+				h.waits = errNotMet
+			} else if h.isAhead() {
+				h.waits = errAhead
 			} else {
-				taken[i] = c.decide(h, row, met)
+				c.decide(h)
 			}
 		}
-		return c.storeHolds(ctx, tx, holds, rows, taken)
+		return c.storeHolds(ctx, tx, holds)
 	})
 	if err != nil {
-		return nil, fmt.Errorf("acquire positions: %w", err)
+		return fmt.Errorf("acquire positions: %w", err)
 	}
-	return taken, nil
+	return nil
 }
 
-// ahead reports whether the position is ahead of the end of the topic, perhaps because its holder
+// isAhead reports whether the position is ahead of the end of the topic, perhaps because its holder
 // advanced after Kafka's answer. If it was already ahead when Kafka was asked, the end is lost.
-func (h hold) ahead(row storedPosition) bool {
-	if h.log == nil || row.next == nil || *row.next <= h.log.end || (known{row: row, log: h.log}).recreated() {
+func (h *hold) isAhead() bool {
+	if h.log == nil || h.row.next == nil || *h.row.next <= h.log.end || (known{row: h.row, log: h.log}).recreated() {
 		return false
 	}
 	return h.seen == nil || *h.seen <= h.log.end
 }
 
-func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held {
-	cfg, rule := c.cfg, c.idRule(h.topic)
+func (c *Consumer) decide(h *hold) {
+	row, rule := h.row, c.idRule(h.topic)
 	if row.handledRule != nil {
 		// Two texts may describe rules that give every message the same ID.
 		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.ids[h.topic].IDRule()) {
 			row.handledRule = &rule
 		}
 	}
-	partitions, ok := met[h.topic]
-	if !ok {
-		partitions = math.MaxInt32
-	}
 	d := decideStart(known{
-		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions,
-		halt: h.halt, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
+		group: c.cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log,
+		halt: h.halt, dedup: c.cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
 	})
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
 	pos.next.Store(-1)
@@ -341,7 +308,7 @@ func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held
 	if !row.released && !empty && (row.next == nil) == (row.heldOffset == nil) && (row.next == nil || *row.next == *row.heldOffset) {
 		pos.stuck = row.stuck + 1
 	}
-	return held{pos: pos, decision: d, paused: row.paused}
+	h.pos, h.decision = pos, d
 }
 
 // idRule is the text of the rule by which messages of a topic get their IDs. Messages that were
@@ -349,27 +316,17 @@ func (c *Consumer) decide(h hold, row storedPosition, met map[string]int32) held
 func (c *Consumer) idRule(topic string) string { return c.ids[topic].IDRule().String() }
 
 // lockPositions inserts missing rows, then locks and reads all of them.
-func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, contacts []contact) (map[topicPartition]storedPosition, map[string]int32, error) {
-	topics, numbers := make([]string, len(holds)), make([]int32, len(holds))
+func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, contacts []contact) error {
+	topics, numbers, rows := make([]string, len(holds)), make([]int32, len(holds)), map[topicPartition]*storedPosition{}
 	for i, h := range holds {
-		topics[i], numbers[i] = h.topic, h.partition
+		topics[i], numbers[i], rows[h.topicPartition] = h.topic, h.partition, &h.row
 	}
 	group := c.cfg.Group
-	rows, met := map[topicPartition]storedPosition{}, map[string]int32{}
 	batch := &pgx.Batch{}
 	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2])
 	if len(contacts) > 0 {
 		batch.Queue(c.sql[contactSQL], group, contacts)
 	}
-	batch.Queue(c.sql[metSQL], group, topics).Query(func(found pgx.Rows) error {
-		var topic string
-		var partitions int32
-		_, err := pgx.ForEachRow(found, []any{&topic, &partitions}, func() error {
-			met[topic] = partitions
-			return nil
-		})
-		return err
-	})
 	batch.Queue(c.sql[rowsSQL], group, topics, numbers)
 	batch.Queue(c.sql[lockSQL], group, topics, numbers).Query(func(found pgx.Rows) error {
 		for found.Next() {
@@ -377,21 +334,21 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 			var row storedPosition
 			var topicID *[16]byte
 			err := found.Scan(&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledTo, &row.rewoundFrom,
-				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused)
+				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused, &row.met)
 			if err != nil {
 				return err
 			}
 			if topicID != nil {
 				row.topicID = *topicID
 			}
-			rows[key] = row
+			*rows[key] = row
 		}
 		return found.Err()
 	})
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
-		return nil, nil, fmt.Errorf("read positions: %w", err)
+		return fmt.Errorf("read positions: %w", err)
 	}
-	return rows, met, nil
+	return nil
 }
 
 func nullable(id uuid.UUID) *uuid.UUID {
@@ -402,15 +359,15 @@ func nullable(id uuid.UUID) *uuid.UUID {
 }
 
 // storeHolds stores the decisions.
-func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
+func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []*hold) error {
 	list := []map[string]any{}
-	for i, h := range holds {
-		if taken[i].waits != nil {
+	for _, h := range holds {
+		if h.waits != nil {
 			continue
 		}
-		row, d := rows[h.topicPartition], taken[i].decision
+		row, d := h.row, h.decision
 		one := map[string]any{
-			"topic": h.topic, "partition": h.partition, "epoch": row.epoch, "next": d.next, "stuck": taken[i].pos.stuck, "moved": d.moved, "ordered": d.ordered,
+			"topic": h.topic, "partition": h.partition, "epoch": row.epoch, "next": d.next, "stuck": h.pos.stuck, "moved": d.moved, "ordered": d.ordered,
 			"handled_from": d.handled.from, "handled_to": d.handled.to, "rewound_from": d.handled.rewound, "handled_by": c.ids[h.topic].ID(), "handled_rule": c.idRule(h.topic),
 		}
 		if h.log != nil {

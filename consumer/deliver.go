@@ -53,11 +53,11 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 }
 
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
-	taken, err := c.hold(ctx, []hold{{topicPartition: key}}, nil)
-	if err != nil {
+	h := &hold{topicPartition: key}
+	if err := c.hold(ctx, []*hold{h}, nil); err != nil {
 		return err
 	}
-	p := c.newPartition(ctx, nil, taken[0].pos, uuid.Nil)
+	p := c.newPartition(ctx, nil, h.pos, uuid.Nil)
 	var mu sync.Mutex // lanes share what follows
 	var refused error
 	p.committed = func(out outcome) {

@@ -30,11 +30,11 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
-	taken, err := e.c.hold(ctx, []hold{{topicPartition: topicPartition{e.c.cfg.Topics[0], number}}}, nil)
-	if err != nil {
+	h := &hold{topicPartition: topicPartition{e.c.cfg.Topics[0], number}}
+	if err := e.c.hold(ctx, []*hold{h}, nil); err != nil {
 		return nil, err
 	}
-	return &Position{taken[0].pos, 1}, nil
+	return &Position{h.pos, 1}, nil
 }
 
 // Position is a held partition.
@@ -134,38 +134,35 @@ func State(c *Consumer, topic string, partition int32) string {
 // Meet makes first contact with a topic whose partitions end at ends, and takes all of them over.
 // It returns where they begin.
 func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64, error) {
-	answer := topicLogs{logs: map[topicPartition]*topicLog{}, counts: map[string]int32{topic: int32(len(ends))}}
-	var holds []hold
+	answer := topicLogs{logs: map[topicPartition]*topicLog{}}
+	var holds []*hold
 	for i, end := range ends {
 		key := topicPartition{topic, int32(i)}
-		log := &topicLog{cluster: "c", topicID: [16]byte{1}, end: end}
+		log := &topicLog{cluster: "c", topicID: [16]byte{1}, partitions: int32(len(ends)), end: end}
 		answer.logs[key] = log
-		holds = append(holds, hold{topicPartition: key, log: log})
+		holds = append(holds, &hold{topicPartition: key, log: log})
 	}
-	taken, err := e.c.hold(ctx, holds, answer.contacts(e.c.cfg.Start))
-	if err != nil {
+	if err := e.c.hold(ctx, holds, answer.contacts(e.c.cfg.Start)); err != nil {
 		return nil, err
 	}
-	begins := make([]int64, len(taken))
-	var again []hold
-	for i, t := range taken {
-		begins[i] = t.decision.at
-		if t.ahead != nil { // another one met the topic later than this one asked: the end is asked for again, as a session does
-			holds[i].log.end = *t.ahead
-			again = append(again, holds[i])
+	var again []*hold
+	for _, h := range holds {
+		if errors.Is(h.waits, errAhead) { // another one met the topic later than this one asked: the end is asked for again, as a session does
+			h.log.end, h.waits = *h.row.next, nil
+			again = append(again, h)
 		}
 	}
-	if len(again) == 0 {
-		return begins, nil
-	}
-	if taken, err = e.c.hold(ctx, again, answer.contacts(e.c.cfg.Start)); err != nil {
-		return nil, err
-	}
-	for i, t := range taken {
-		begins[again[i].partition] = t.decision.at
-		if t.waits != nil {
-			return nil, t.waits
+	if len(again) > 0 {
+		if err := e.c.hold(ctx, again, answer.contacts(e.c.cfg.Start)); err != nil {
+			return nil, err
 		}
+	}
+	begins := make([]int64, len(holds))
+	for i, h := range holds {
+		if h.waits != nil {
+			return nil, h.waits
+		}
+		begins[i] = h.decision.at
 	}
 	return begins, nil
 }

@@ -167,7 +167,7 @@ func (a topicLogs) contacts(start Start) []contact {
 	for key, log := range a.logs {
 		met := byTopic[key.topic]
 		if met == nil {
-			met = &contact{Topic: key.topic, TopicID: nullable(log.topicID), Partitions: a.counts[key.topic], First: []firstPosition{}}
+			met = &contact{Topic: key.topic, TopicID: nullable(log.topicID), Partitions: log.partitions, First: []firstPosition{}}
 			byTopic[key.topic] = met
 		}
 		first := firstPosition{Partition: key.partition}
@@ -197,8 +197,6 @@ var errNoAnswer = errors.New("no answer about the partition")
 type topicLogs struct {
 	logs   map[topicPartition]*topicLog
 	silent map[topicPartition]error
-	// counts are the numbers of partitions, by topic.
-	counts map[string]int32
 }
 
 // compare orders partitions. Rows are locked in this order.
@@ -208,7 +206,7 @@ func (k topicPartition) compare(other topicPartition) int {
 
 // ask asks Kafka about partitions. A partition without an answer is not an error: it is in silent.
 func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, error) {
-	answer := topicLogs{logs: map[topicPartition]*topicLog{}, silent: map[topicPartition]error{}, counts: map[string]int32{}}
+	answer := topicLogs{logs: map[topicPartition]*topicLog{}, silent: map[topicPartition]error{}}
 	admin := kadm.NewClient(s.client)
 	metadata, err := admin.Metadata(ctx, topicsOf(keys)...)
 	if err != nil {
@@ -225,7 +223,6 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 	// A group that begins at the end of a topic needs the ends of all its partitions at the first
 	// contact.
 	for name, topic := range metadata.Topics {
-		answer.counts[name] = int32(len(topic.Partitions))
 		for number := range topic.Partitions {
 			if s.consumer.cfg.Start == StartLatest && topic.Err == nil {
 				keys = append(keys, topicPartition{name, number})
@@ -255,7 +252,7 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 			answer.silent[key] = fmt.Errorf("ask Kafka about %s/%d: %w", key.topic, key.partition, err)
 			continue
 		}
-		log := &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), first: first.Offset, end: end.Offset}
+		log := &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), partitions: int32(len(topic.Partitions)), first: first.Offset, end: end.Offset}
 		if known && offset.At >= 0 {
 			log.committed = &committedOffset{offset.At, offset.Metadata}
 		}

@@ -33,10 +33,6 @@ FROM topics t JOIN met USING (topic) CROSS JOIN LATERAL pg_catalog.jsonb_to_reco
 ORDER BY t.topic, f.partition
 ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 
-// metSQL reads how many partitions topics had at the group's first contact.
-const metSQL = `-- consumer.met
-SELECT topic, partitions FROM effectonce.consumer_topics WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
-
 // rowsSQL inserts missing rows, so that each partition has a row to lock.
 const rowsSQL = `-- consumer.rows
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, epoch)
@@ -49,7 +45,8 @@ ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 const lockSQL = `-- consumer.lock
 SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_to, p.rewound_from, p.handled_by, p.handled_rule,
   p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time(),
-  EXISTS (SELECT FROM effectonce.consumer_pauses c WHERE c.consumer_group = $1 AND c.topic = p.topic)
+  EXISTS (SELECT FROM effectonce.consumer_pauses c WHERE c.consumer_group = $1 AND c.topic = p.topic),
+  EXISTS (SELECT FROM effectonce.consumer_topics c WHERE c.consumer_group = $1 AND c.topic = p.topic)
 FROM effectonce.consumer_positions p
 WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))
 ORDER BY p.topic, p.partition
@@ -255,7 +252,7 @@ UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($
 func newQueries(schema string) map[string]string {
 	queries := map[string]string{}
 	for _, sql := range []string{
-		settingsSQL, primarySQL, guardSQL, contactSQL, metSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
+		settingsSQL, primarySQL, guardSQL, contactSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
 		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
 		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL, otherNameSQL,
 	} {

@@ -24,16 +24,18 @@ type storedPosition struct {
 	heldOffset  *int64 // where the last holder began
 	stuck       int
 	paused      bool      // an operator paused the topic
+	met         bool      // the group has met the topic: see contacts
 	server      time.Time // start time of the server that the row was read from
 }
 
 // topicLog is what Kafka knows about a partition.
 type topicLog struct {
-	cluster   string    // empty: the brokers have none
-	topicID   uuid.UUID // zero: the brokers have none
-	first     int64     // offset of the earliest record
-	end       int64     // offset after the last record
-	committed *committedOffset
+	cluster    string    // empty: the brokers have none
+	topicID    uuid.UUID // zero: the brokers have none
+	partitions int32     // of the topic
+	first      int64     // offset of the earliest record
+	end        int64     // offset after the last record
+	committed  *committedOffset
 }
 
 // known is everything that decides where a partition begins.
@@ -43,7 +45,6 @@ type known struct {
 	partition int32
 	row       storedPosition
 	log       *topicLog // nil: the records do not come from Kafka
-	met       int32     // partitions of the topic at the group's first contact
 	halt      error     // it must not begin, unless an operator orders where
 
 	dedup    Dedup
@@ -130,41 +131,32 @@ func (k known) stored() *int64 {
 
 // order carries out an operator's order.
 func (k known) order() decision {
-	var at int64
-	var name string
-	switch order := *k.row.resumeAt; order {
+	at := *k.row.resumeAt
+	switch at {
 	case resumeAtStart:
-		at, name = k.log.first, "the start of the topic"
+		at = k.log.first
 	case resumeAtEnd:
-		at, name = k.log.end, "the end of the topic"
+		at = k.log.end
 	default:
-		at, name = min(max(order, k.log.first), k.log.end), fmt.Sprint("offset ", order)
+		at = min(max(at, k.log.first), k.log.end)
 	}
-	return decision{at: at, next: &at, moved: true, ordered: true, why: "an operator ordered to resume at " + name}
+	return decision{at: at, next: &at, moved: true, ordered: true, why: "an operator ordered where it resumes"}
 }
 
 // begin decides for a partition without a position. Config.Start was resolved at the group's first
 // contact with the topic.
 func (k known) begin() decision {
-	d := decision{at: k.log.first}
-	where := "the topic is new to the group: begins at its start"
-	switch {
-	case k.recreated():
-		where = "the topic was deleted and recreated: begins at its start"
-	case k.partition >= k.met:
-		where = "the partition was added after the group met the topic: begins at its start"
+	d := decision{at: k.log.first, why: "no position is stored: begins at the start of the topic"}
+	if k.recreated() {
+		d.why = "the topic was deleted and recreated: begins at its start"
 	}
 	origin := k.log.committed.origin(k.log)
 	switch {
-	case origin == commitNone:
-		d.why = where
-	case origin == commitStale:
-		d.why = fmt.Sprintf("Kafka's offset %d belongs to an earlier topic of this name; %s", k.log.committed.offset, where)
+	case origin == commitNone, origin == commitStale:
 	case k.log.committed.offset > k.log.end && k.dedup == DedupByPosition:
 		d = k.outOf(fmt.Errorf("%s/%d ends at offset %d, but the group committed %d, and no position is stored: what was handled is not known",
 			k.topic, k.partition, k.log.end, k.log.committed.offset))
 	case k.log.committed.offset > k.log.end:
-		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
 	case origin == commitOurs && k.beganBefore(k.log.committed.offset):
 		// Kafka's offset was committed after a transaction that stored a position: a failover of
 		// the database lost that transaction.
@@ -173,13 +165,12 @@ func (k known) begin() decision {
 			break
 		}
 		d.at = *k.row.handledFrom
-		d.why = fmt.Sprintf("no position is stored, although this consumer committed %d: the database lost its first commits; resumes where the partition began",
-			k.log.committed.offset)
+		d.why = "the database lost its first commits: resumes where the partition began"
 	case k.log.committed.offset < k.log.first:
 		d = k.deleted(k.log.committed.offset)
 	default:
 		at := k.log.committed.offset
-		d.at, d.next, d.why = at, &at, fmt.Sprintf("no position is stored; Kafka's offset counts (%s)", origin)
+		d.at, d.next, d.why = at, &at, "no position is stored: Kafka's offset counts"
 	}
 	return d
 }
@@ -201,19 +192,13 @@ func (k known) resume(stored int64) decision {
 	}
 	committed := k.log.committed
 	switch origin := committed.origin(k.log); {
-	case origin == commitNone:
-	case origin == commitStale:
-		d.why = fmt.Sprintf("resumes at the stored position; Kafka's offset %d belongs to an earlier topic of this name", committed.offset)
-	case committed.offset > stored:
-		d.why = "resumes at the stored position; Kafka's offset is ahead of it"
-	case committed.offset < stored && origin == commitOurs:
-		d.why = "resumes at the stored position; Kafka's offset lags behind it"
-	case committed.offset < stored && k.dedup == DedupByPosition:
-		d.why = fmt.Sprintf("resumes at the stored position; Kafka's offset %d was moved back (%s), but without claims only the position stops redeliveries: use outbox-relay consumer resume-at", committed.offset, origin)
-	case committed.offset < stored:
+	case origin == commitNone, origin == commitStale, origin == commitOurs, committed.offset >= stored:
+	case k.dedup == DedupByPosition:
+		d.why = "resumes at the stored position: Kafka's offset was moved back, but without claims only the position stops redeliveries (use outbox-relay consumer resume-at)"
+	default:
 		// The topic may now begin after that offset, but not after the position.
 		at := max(committed.offset, k.log.first)
-		d = decision{at: at, next: &at, moved: true, why: fmt.Sprintf("resumes at Kafka's offset, which was moved back (%s)", origin)}
+		d = decision{at: at, next: &at, moved: true, why: "resumes at Kafka's offset, which was moved back"}
 	}
 	return d
 }

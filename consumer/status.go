@@ -158,8 +158,8 @@ func (a *assignment) now() condition {
 }
 
 // saw stores what an acquisition found.
-func (a *assignment) saw(t held) {
-	a.pos, a.topicID, a.reached, a.end = t.pos, t.log.topicID, t.decision.at, t.log.end
+func (a *assignment) saw(h *hold) {
+	a.pos, a.topicID, a.reached, a.end = h.pos, h.log.topicID, h.decision.at, h.log.end
 }
 
 // Status returns the state of the consumer and its partitions. It reads memory only, is safe for

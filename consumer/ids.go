@@ -54,6 +54,12 @@ func (c *Consumer) identify(m *Message, sources []dedup.IDSource) {
 		m.unknowable(fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax))
 		return
 	}
+	for _, h := range m.Headers {
+		if !isText(h.Name) {
+			m.unknowable(fmt.Errorf("the name of header %.60q is not UTF-8, or has a NUL: it is parked without that header; let its producer send another name", h.Name))
+			return
+		}
+	}
 	raw, err := idHeader(m, sources)
 	switch {
 	case err != nil:

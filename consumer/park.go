@@ -2,8 +2,8 @@ package consumer
 
 import (
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -124,8 +124,8 @@ func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selec
 		why, value, headers := p.why, p.Value, "{}"
 		if why.reason == reasonTooLarge {
 			value = nil
-		} else {
-			headers = headersText(p.Headers)
+		} else if text, err := outbox.EncodeHeaders(slices.DeleteFunc(slices.Clone(p.Headers), func(h Header) bool { return !isText(h.Name) })); err == nil {
+			headers = string(text)
 		}
 		switch text := bounds.ErrorText(why.err); {
 		case p.letter:
@@ -138,45 +138,5 @@ func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selec
 	}
 }
 
-// headersText is the stored form of headers, as in the outbox. If JSON cannot hold a name, all
-// headers are stored as one value of raw pairs.
-func headersText(headers []Header) string {
-	storable := true
-	for _, h := range headers {
-		storable = storable && h.Name != rawHeaders && utf8.ValidString(h.Name) && !strings.ContainsRune(h.Name, 0)
-	}
-	if storable {
-		if text, err := outbox.EncodeHeaders(headers); err == nil {
-			return string(text)
-		}
-	}
-	raw := make([][2][]byte, len(headers))
-	for i, h := range headers {
-		raw[i] = [2][]byte{[]byte(h.Name), h.Value}
-	}
-	pairs, _ := json.Marshal(raw) // byte slices always marshal
-	text, _ := outbox.EncodeHeaders([]outbox.Header{{Name: rawHeaders, Value: pairs}})
-	return string(text)
-}
-
-const rawHeaders = "effectonce-raw-headers"
-
-// headersOf is the inverse of headersText.
-func headersOf(text []byte) ([]Header, error) {
-	stored, err := outbox.DecodeHeaders(text)
-	if err != nil {
-		return nil, err
-	}
-	if len(stored) == 1 && stored[0].Name == rawHeaders {
-		var raw [][2][]byte
-		// If it does not decode, the producer sent a header of that name.
-		if json.Unmarshal(stored[0].Value, &raw) == nil {
-			headers := make([]Header, len(raw))
-			for i, pair := range raw {
-				headers[i] = Header{Name: string(pair[0]), Value: pair[1]}
-			}
-			return headers, nil
-		}
-	}
-	return stored, nil
-}
+// isText reports whether the database can store the name of a header.
+func isText(name string) bool { return utf8.ValidString(name) && !strings.ContainsRune(name, 0) }

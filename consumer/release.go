@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 // loadDoubledMax bounds how often the time for loadHeld is doubled: to about an hour with the
@@ -175,7 +176,7 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	if at != nil {
 		msg.Time = *at
 	}
-	if msg.Headers, err = headersOf(headers); err != nil {
+	if msg.Headers, err = outbox.DecodeHeaders(headers); err != nil {
 		msg.park = &parking{reason: reasonInvalid, err: fmt.Errorf("its stored headers: %w", err)}
 	}
 	return msg, nil

@@ -199,23 +199,6 @@ func TestFailingMessageHoldsUpNoOtherKeyOfItsTransaction(t *testing.T) {
 	}
 }
 
-// Property: a header of a producer that has the name under which headers are stored raw is a header
-// like any other: the message is retried, and so are other parked messages.
-func TestHeaderNamedAsOursIsRetried(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	for _, value := range []string{"x", `[["YQ==","Yg=="]]`} {
-		h.produceRecord(&kgo.Record{Value: []byte("bad"), Timestamp: time.Now(), Headers: []kgo.RecordHeader{{Key: "effectonce-raw-headers", Value: []byte(value)}}})
-	}
-	var fixed atomic.Bool
-	stop := h.run(failing(&fixed), parkAll)
-	h.wait("parked", func() bool { return len(h.parked()) == 2 })
-	fixed.Store(true)
-	h.retry()
-	h.waitEffects(2)
-	require.NoError(t, stop())
-}
-
 // Property: a parked message that an operator's transaction locks waits for it, and not longer; others
 // that are due, and new ones, are handled meanwhile. However long failed messages pause.
 func TestLockedParkedMessageHoldsUpOnlyItself(t *testing.T) {

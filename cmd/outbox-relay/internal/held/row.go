@@ -221,8 +221,7 @@ func hide(stored json.RawMessage) json.RawMessage {
 	if json.Unmarshal(stored, &headers) != nil {
 		return nil
 	}
-	// Raw headers are all of a message's, where JSON cannot hold the name of one: see package consumer.
-	secret := []string{"authorization", "cookie", "token", "secret", "password", "credential", "api-key", "apikey", "effectonce-raw-headers"}
+	secret := []string{"authorization", "cookie", "token", "secret", "password", "credential", "api-key", "apikey"}
 	for name := range headers {
 		if slices.ContainsFunc(secret, func(word string) bool { return strings.Contains(strings.ToLower(name), word) }) {
 			headers[name] = json.RawMessage(`"(hidden)"`)

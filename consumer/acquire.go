@@ -24,6 +24,7 @@ const acquisitionMax = 15 * time.Second
 // position is a partition's position as its present holder knows it. It exists once.
 type position struct {
 	topic     string
+	topicID   uuid.UUID // zero if the brokers have none
 	partition int32
 	epoch     int64
 	next      atomic.Int64 // next_offset as this holder last saw it stored; -1: none
@@ -210,7 +211,7 @@ func (s *session) halt(h *hold, problem error) {
 }
 
 func (s *session) startWorker(h *hold, during uint64) {
-	p := s.consumer.newPartition(s.values, s.client, h.pos, h.log.topicID) // it may log
+	p := s.consumer.newPartition(s.values, s.client, h.pos) // it may log
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	a := s.assignments[h.topicPartition]
@@ -257,7 +258,7 @@ const refusalMin = time.Second
 
 // hold begins a new epoch for each partition, decides where it begins and stores the decision, all
 // in one transaction. It locks the rows before it decides.
-func (c *Consumer) hold(ctx context.Context, holds []*hold, contacts []contact) error {
+func (c *Consumer) hold(ctx context.Context, holds []*hold, contacts []map[string]any) error {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
 	err := pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
 		if err := c.lockPositions(ctx, tx, holds, contacts); err != nil {
@@ -302,6 +303,9 @@ func (c *Consumer) decide(h *hold) {
 		halt: h.halt, dedup: c.cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
 	})
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
+	if h.log != nil {
+		pos.topicID = h.log.topicID
+	}
 	pos.next.Store(-1)
 	pos.set(d.next)
 	empty := h.log != nil && d.at >= h.log.end // then no message ended the last holder
@@ -316,7 +320,7 @@ func (c *Consumer) decide(h *hold) {
 func (c *Consumer) idRule(topic string) string { return c.ids[topic].IDRule().String() }
 
 // lockPositions inserts missing rows, then locks and reads all of them.
-func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, contacts []contact) error {
+func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, contacts []map[string]any) error {
 	topics, numbers, rows := make([]string, len(holds)), make([]int32, len(holds)), map[topicPartition]*storedPosition{}
 	for i, h := range holds {
 		topics[i], numbers[i], rows[h.topicPartition] = h.topic, h.partition, &h.row

@@ -77,7 +77,7 @@ const (
 	// answerGrace is added to StatementTimeout. After that the server does not answer, or its
 	// answer does not arrive.
 	answerGrace = 5 * time.Second
-	// commitGrace is how long a stopping consumer waits for the answer to a COMMIT, or for a hook.
+	// commitGrace is how long a stopping consumer waits for the answer to a COMMIT.
 	commitGrace = time.Second
 	// cutGrace is how long a handler whose context was cancelled may take to return, and again
 	// after its connection was cut.

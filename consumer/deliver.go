@@ -8,7 +8,6 @@ import (
 	"math"
 	"sync"
 
-	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -57,7 +56,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	if err := c.hold(ctx, []*hold{h}, nil); err != nil {
 		return err
 	}
-	p := c.newPartition(ctx, nil, h.pos, uuid.Nil)
+	p := c.newPartition(ctx, nil, h.pos)
 	var mu sync.Mutex // lanes share what follows
 	var refused error
 	p.committed = func(out outcome) {

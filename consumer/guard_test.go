@@ -8,7 +8,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -149,9 +148,6 @@ func TestHooksAreGuarded(t *testing.T) {
 					return effect(ctx, tx, msg)
 				}), func(c *consumer.Config) {
 					c.Order, c.AttemptsMax, c.AbandonedMax = order, 2, 100
-					if how == "hang" {
-						c.HandlerTimeout = 2 * time.Second // the handlers that do not hang need less on any machine
-					}
 					c.Hooks.Processed = func(consumer.Processed) { hooks.Add(1); tc.broken() }
 					c.Hooks.Failed = func(consumer.Failed) { hooks.Add(1); tc.broken() }
 					c.Hooks.Parked = func(consumer.Parked) { hooks.Add(1); tc.broken() }

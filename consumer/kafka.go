@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"regexp"
 	"slices"
 	"strconv"
@@ -112,7 +111,7 @@ func (s *session) commitMarks(ctx context.Context) error {
 			offsets[key.topic] = map[int32]kgo.EpochOffset{}
 		}
 		offsets[key.topic][key.partition] = kgo.EpochOffset{Epoch: -1, Offset: a.mark}
-		topicIDs[key], a.mark = a.topicID, -1
+		topicIDs[key], a.mark = a.pos.topicID, -1
 	}
 	s.mu.Unlock()
 	if len(offsets) == 0 {
@@ -144,44 +143,27 @@ func (s *session) commitMarks(ctx context.Context) error {
 	return failed
 }
 
-// contact is a topic with which this may be the group's first contact.
-type contact struct {
-	Topic      string          `json:"topic"`
-	TopicID    *uuid.UUID      `json:"topic_id"`
-	Partitions int32           `json:"partitions"`
-	First      []firstPosition `json:"first"` // to be stored together, before the partitions are acquired
-}
-
-// firstPosition is where a partition of such a topic begins; nil: at its start, or at Kafka's
-// offset.
-type firstPosition struct {
-	Partition int32  `json:"partition"`
-	Next      *int64 `json:"next"`
-}
-
-// contacts lists the topics whose first contact can be stored now. With StartLatest that needs an
-// answer about every partition. Config.Start counts only here: the group was already subscribed when
-// the first records of a recreated topic, or of a partition that was added later, arrived.
-func (a topicLogs) contacts(start Start) []contact {
-	byTopic := map[string]*contact{}
+// contacts lists the topics whose first contact with the group can be stored now, for contactSQL. With
+// StartLatest that needs an answer about every partition, and stores where they begin: at their ends, or
+// (null) at Kafka's offset. Config.Start counts only here: the group was already subscribed when the first
+// records of a recreated topic, or of a partition that was added later, arrived.
+func (a topicLogs) contacts(start Start) (contacts []map[string]any) {
+	first, known := map[string][]map[string]any{}, map[string]*topicLog{}
 	for key, log := range a.logs {
-		met := byTopic[key.topic]
-		if met == nil {
-			met = &contact{Topic: key.topic, TopicID: nullable(log.topicID), Partitions: log.partitions, First: []firstPosition{}}
-			byTopic[key.topic] = met
+		next := &log.end
+		if origin := log.committed.origin(log); origin != commitNone && origin != commitStale {
+			next = nil
 		}
-		first := firstPosition{Partition: key.partition}
-		if origin := log.committed.origin(log); origin == commitNone || origin == commitStale {
-			first.Next = &log.end
-		}
-		if start == StartLatest {
-			met.First = append(met.First, first)
-		}
+		first[key.topic] = append(first[key.topic], map[string]any{"partition": key.partition, "next": next})
+		known[key.topic] = log
 	}
-	var contacts []contact
-	for _, topic := range slices.Sorted(maps.Keys(byTopic)) {
-		if met := byTopic[topic]; start != StartLatest || len(met.First) == int(met.Partitions) {
-			contacts = append(contacts, *met)
+	for topic, log := range known {
+		met := map[string]any{"topic": topic, "topic_id": nullable(log.topicID), "partitions": log.partitions, "first": []any{}}
+		if start == StartLatest {
+			met["first"] = first[topic]
+		}
+		if start != StartLatest || len(first[topic]) == int(log.partitions) {
+			contacts = append(contacts, met)
 		}
 	}
 	return contacts

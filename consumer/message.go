@@ -125,7 +125,7 @@ func (p *partition) messages(records []*kgo.Record) []*Message {
 		m := &slab[i]
 		*m = Message{
 			Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
-			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: p.topicID, record: record,
+			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: p.pos.topicID, record: record,
 			scope: p.scope, alias: p.alias,
 		}
 		begin := len(headers)

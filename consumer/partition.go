@@ -9,7 +9,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -29,7 +28,6 @@ type partition struct {
 	done     chan struct{}
 
 	pos     *position
-	topicID uuid.UUID
 	name    dedup.Consumer // the consumer's name, registered; scope is its text
 	scope   string
 	alias   string // what the topic is called in IDs
@@ -68,10 +66,10 @@ const idleEvery = 10 * time.Second
 // Deliver. The partition outlives the callback that starts it and the poll loop that feeds it: stop
 // ends it. If the last holder ended without a clean release and without finishing any message, the
 // messages that it may have been handling are suspects.
-func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *position, topicID uuid.UUID) *partition {
+func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *position) *partition {
 	p := &partition{
 		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
-		pos: pos, topicID: topicID, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
+		pos: pos, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
 		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
 		marked: func(int64) {}, committed: func(outcome) {}, troubles: map[any]trouble{}, looked: make(chan struct{}, 1),
 	}

@@ -116,9 +116,12 @@ func (p *partition) log(level slog.Level, text string, attrs ...any) {
 	}, attrs...)...)
 }
 
+// hookMax bounds a call of a hook.
+const hookMax = 5 * time.Second
+
 // hook calls a callback of the configuration in a separate goroutine: a callback that panics or calls
-// runtime.Goexit must not end the process, and one that does not return costs HandlerTimeout once:
-// until it returns, no hook is called. A stop waits for it for a second.
+// runtime.Goexit must not end the process, and one that does not return costs hookMax once: until it
+// returns, no hook is called.
 func (p *partition) hook(call func()) {
 	c := p.consumer
 	if c.hooked.Load() > 0 {
@@ -129,26 +132,18 @@ func (p *partition) hook(call func()) {
 		defer close(done)
 		result = guard(func() error { call(); return nil })
 	}()
-	limit := time.NewTimer(c.cfg.HandlerTimeout)
+	limit := time.NewTimer(hookMax)
 	defer limit.Stop()
-	stopping := p.stopping
-	for waits := true; waits; {
-		select {
-		case <-done:
-			if result != nil {
-				c.cfg.Logger.Error("a hook failed", "group", c.cfg.Group, "error", result)
-			}
-			return
-		case <-stopping:
-			stopping = nil
-			limit.Reset(min(commitGrace, c.cfg.HandlerTimeout))
-		case <-limit.C:
-			waits = false
+	select {
+	case <-done:
+		if result != nil {
+			c.cfg.Logger.Error("a hook failed", "group", c.cfg.Group, "error", result)
 		}
+	case <-limit.C:
+		c.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", c.cfg.Group)
+		c.hooked.Add(1)
+		c.countAbandoned(done, func() { c.hooked.Add(-1) })
 	}
-	c.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", c.cfg.Group)
-	c.hooked.Add(1)
-	c.countAbandoned(done, func() { c.hooked.Add(-1) })
 }
 
 // tell reports what a transaction committed to the hooks. It also logs messages that were parked

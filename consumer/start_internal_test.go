@@ -224,15 +224,11 @@ func TestFirstPositions(t *testing.T) {
 	}}
 	met := answer.contacts(StartLatest)
 	require.Len(t, met, 1)
-	require.Len(t, met[0].First, 3)
-	for _, first := range met[0].First {
-		if first.Partition == 1 {
-			require.Nil(t, first.Next, "Kafka's offset counts")
-		} else {
-			require.EqualValues(t, 9, *first.Next)
-		}
-	}
-	require.Empty(t, answer.contacts(StartEarliest)[0].First)
+	end := int64(9)
+	require.ElementsMatch(t, []map[string]any{
+		{"partition": int32(0), "next": &end}, {"partition": int32(1), "next": (*int64)(nil)}, {"partition": int32(2), "next": &end},
+	}, met[0]["first"], "Kafka's own offset counts")
+	require.Empty(t, answer.contacts(StartEarliest)[0]["first"])
 	delete(answer.logs, topicPartition{"t", 0})
 	require.Empty(t, answer.contacts(StartLatest), "the ends of all partitions must be known")
 }

@@ -7,8 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/google/uuid"
-
 	"github.com/effectonce/effectonce/internal/say"
 )
 
@@ -111,10 +109,9 @@ func (s PartitionState) MarshalText() ([]byte, error) { return []byte(s.String()
 // assignment is a partition that Kafka assigned to this session, running or not. The session's
 // mutex guards it.
 type assignment struct {
-	key     topicPartition
-	p       *partition // its worker; nil: it does not run
-	pos     *position  // as last acquired; nil: not acquired
-	topicID uuid.UUID
+	key topicPartition
+	p   *partition // its worker; nil: it does not run
+	pos *position  // as last acquired; nil: not acquired
 
 	does condition // without a worker
 
@@ -159,7 +156,7 @@ func (a *assignment) now() condition {
 
 // saw stores what an acquisition found.
 func (a *assignment) saw(h *hold) {
-	a.pos, a.topicID, a.reached, a.end = h.pos, h.log.topicID, h.decision.at, h.log.end
+	a.pos, a.reached, a.end = h.pos, h.decision.at, h.log.end
 }
 
 // Status returns the state of the consumer and its partitions. It reads memory only, is safe for
@@ -227,7 +224,7 @@ type phaseNow struct {
 func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase, err}) }
 
 // Hooks are optional callbacks, for metrics. They are called from the goroutines of partitions and
-// workers, which wait for them for at most HandlerTimeout. While one does not return, none is called.
+// workers, which wait for them for at most 5 s. While one does not return, none is called.
 type Hooks struct {
 	// Processed is called after each commit.
 	Processed func(Processed)

@@ -140,7 +140,7 @@ func decode[T any](decoder Decoder[T], msg *Message) (body T, err error) {
 	if msg.Value == nil {
 		err = errors.Join(errTombstone, err)
 	}
-	return body, &reasonError{reasonUndecodable, Permanent(err)}
+	return body, &permanentError{reasonUndecodable, err}
 }
 
 // errTombstone marks a message without a value that its decoder rejected. See Config.OnTombstone.

@@ -15,10 +15,13 @@ func Permanent(err error) error {
 	if err == nil {
 		return nil
 	}
-	return &permanentError{err}
+	return &permanentError{reasonPermanent, err}
 }
 
-type permanentError struct{ err error }
+type permanentError struct {
+	reason string // in parked_messages
+	err    error
+}
 
 func (e *permanentError) Error() string { return e.err.Error() }
 func (e *permanentError) Unwrap() error { return e.err }
@@ -46,15 +49,6 @@ type retryAfterError struct {
 
 func (e *retryAfterError) Error() string { return e.err.Error() }
 func (e *retryAfterError) Unwrap() error { return e.err }
-
-// reasonError is a failure with a reason of its own in parked_messages.
-type reasonError struct {
-	reason string
-	err    error
-}
-
-func (e *reasonError) Error() string { return e.err.Error() }
-func (e *reasonError) Unwrap() error { return e.err }
 
 // messageError is the failure of a message, or of a batch if msg is nil: then any of its messages may
 // be at fault.

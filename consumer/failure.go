@@ -142,14 +142,14 @@ func isConfiguredState(c *Consumer, f *failure) bool {
 
 // reason is the reason under which a failed message is parked.
 func (f *failure) reason(v verdict) string {
-	var own *reasonError
+	var permanent *permanentError
 	switch {
-	case errors.As(f.err, &own):
-		return own.reason
-	case v == verdictPark:
-		return reasonPermanent
+	case v != verdictPark:
+		return reasonFailed
+	case errors.As(f.err, &permanent):
+		return permanent.reason
 	}
-	return reasonFailed
+	return reasonPermanent
 }
 
 // waitable reports whether an error at the start may end once the database is available.

@@ -166,5 +166,5 @@ func (r *Router) typeOf(msg *Message) (string, error) {
 }
 
 func unknownType(format string, args ...any) error {
-	return &reasonError{reasonUnknownType, Permanent(fmt.Errorf(format, args...))}
+	return &permanentError{reasonUnknownType, fmt.Errorf(format, args...)}
 }

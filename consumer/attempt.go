@@ -239,21 +239,21 @@ func (c *Consumer) watch(ctx context.Context, cancel context.CancelCauseFunc, a 
 	}
 }
 
-// leaveBehind abandons a handler that does not return. The pool replaces its connection.
+// leaveBehind abandons a handler that does not return, and counts it until it does. The pool replaces
+// its connection.
 func (c *Consumer) leaveBehind(a *attempt) {
 	a.tx.leave()
 	if a.conn.abandon() { // otherwise it has ended
-		c.countAbandoned(a.done, func() {})
+		count(&c.abandoned, a.done)
 	}
 }
 
-// countAbandoned counts abandoned user code until it returns.
-func (c *Consumer) countAbandoned(done <-chan struct{}, returned func()) {
-	c.abandoned.Add(1)
+// count counts user code that was left behind, until it returns.
+func count(running *atomic.Int32, done <-chan struct{}) {
+	running.Add(1)
 	go func() {
 		<-done
-		c.abandoned.Add(-1)
-		returned()
+		running.Add(-1)
 	}()
 }
 

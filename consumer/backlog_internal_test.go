@@ -165,3 +165,45 @@ func TestControlRecordsCountWhenNothingIsInProgress(t *testing.T) {
 	b.done(b.take(1, 1000), &postponed{})
 	low(6)
 }
+
+// Property: failures count for the last messages and for ten minutes: on a quiet partition those of
+// an old outage do not pause later messages, and a flood pauses at the configured share.
+func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
+	t.Parallel()
+	park := func(b *breaker) bool {
+		allowed := b.allows()
+		if allowed {
+			b.noteParked()
+		}
+		return allowed
+	}
+	synctest.Test(t, func(t *testing.T) {
+		t.Helper()
+		b := &breaker{shareMax: 0.05}
+		for range 5 {
+			require.True(t, park(b))
+		}
+		require.False(t, park(b), "the sixth of the last hundred")
+		<-time.After(9 * time.Minute)
+		require.False(t, park(b), "not yet forgotten")
+		<-time.After(2 * time.Minute)
+		require.True(t, park(b), "no message came meanwhile, but the failures are old")
+	})
+	b := &breaker{shareMax: 0.05}
+	for range 5 {
+		require.True(t, park(b))
+	}
+	b.noteHandled(94)
+	require.False(t, park(b), "99 messages")
+	b.noteHandled(2)
+	require.True(t, park(b), "the first failure is more than a hundred messages ago")
+
+	b = &breaker{shareMax: 0.01}
+	require.True(t, park(b), "one may always be parked")
+	require.False(t, park(b))
+
+	b = &breaker{shareMax: 1}
+	for range 150 {
+		require.True(t, park(b), "a share of 1 never pauses")
+	}
+}

@@ -18,7 +18,6 @@ const (
 // of a partition share it.
 type breaker struct {
 	shareMax float64
-	now      func() time.Duration // monotonic
 
 	mu      sync.Mutex
 	handled int             // messages since the breaker was created
@@ -27,12 +26,7 @@ type breaker struct {
 
 type brokenMessage struct {
 	number int // of the message
-	at     time.Duration
-}
-
-func newBreaker(shareMax float64) *breaker {
-	begun := time.Now()
-	return &breaker{shareMax: shareMax, now: func() time.Duration { return time.Since(begun) }}
+	at     time.Time
 }
 
 // allows reports whether one more message may be parked. A share of 1 never refuses, and one
@@ -49,7 +43,7 @@ func (b *breaker) noteParked() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.handled++
-	b.failed = append(b.failed, brokenMessage{b.handled, b.now()})
+	b.failed = append(b.failed, brokenMessage{b.handled, time.Now()})
 	b.forget()
 }
 
@@ -62,8 +56,7 @@ func (b *breaker) noteHandled(n int) {
 }
 
 func (b *breaker) forget() {
-	oldest := b.now() - breakerAge
-	for len(b.failed) > 0 && (b.failed[0].number <= b.handled-breakerWindow || b.failed[0].at < oldest) {
+	for len(b.failed) > 0 && (b.failed[0].number <= b.handled-breakerWindow || time.Since(b.failed[0].at) > breakerAge) {
 		b.failed = b.failed[1:]
 	}
 }

@@ -218,14 +218,6 @@ const (
 	OnTombstoneSkip
 )
 
-// past describes, for the log, what happened to a message.
-func (f OnFailure) past() string {
-	if f == OnFailureDeadLetter {
-		return "sent to the dead letter topic"
-	}
-	return "parked"
-}
-
 // Order is which messages wait for each other.
 type Order uint8
 

@@ -46,8 +46,8 @@ type Consumer struct {
 	// slots bounds the connections that transactions use: handlers that ask the same pool for one
 	// must not wait for each other.
 	slots     chan struct{}
-	abandoned atomic.Int32 // abandoned attempts, and hooks, that still run
-	hooked    atomic.Int32 // hooks that were called and have not returned
+	abandoned atomic.Int32 // abandoned attempts that still run
+	hooked    atomic.Int32 // the same for hooks
 	warnPlain sync.Once
 	// alone: a handler changed its session, so each message gets a transaction of its own.
 	alone atomic.Bool

@@ -128,7 +128,7 @@ func State(c *Consumer, topic string, partition int32) string {
 	if a == nil {
 		return ""
 	}
-	return a.status().State.String()
+	return string(a.status().State)
 }
 
 // Meet makes first contact with a topic whose partitions end at ends, and takes all of them over.
@@ -230,31 +230,6 @@ func Judge(from string, err error, lost bool, permanentStates ...string) (verdic
 	}
 	return e.verdict(f).String(), ""
 }
-
-// Breaker is a breaker with a clock of its own.
-type Breaker struct {
-	b   *breaker
-	Now time.Duration
-}
-
-// NewBreaker makes one.
-func NewBreaker(shareMax float64) *Breaker {
-	b := &Breaker{b: newBreaker(shareMax)}
-	b.b.now = func() time.Duration { return b.Now }
-	return b
-}
-
-// Park parks a message if the breaker allows it.
-func (b *Breaker) Park() bool {
-	if !b.b.allows() {
-		return false
-	}
-	b.b.noteParked()
-	return true
-}
-
-// Handled notes messages that were handled.
-func (b *Breaker) Handled(n int) { b.b.noteHandled(n) }
 
 // OfAnotherServer makes a position one that was taken over before the server began.
 func OfAnotherServer(at *Position) { at.p.server = at.p.server.Add(-time.Hour) }

@@ -276,15 +276,12 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) next {
 	switch {
 	case msg.row != 0 && final && cfg.OnFailure == OnFailureDeadLetter:
 		msg.park = why
-		l.p.report(msg, "parked message failed again and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
+		l.p.reportParking(msg, why)
 		return next{}
 	case msg.row != 0:
 		l.works() // the database answers, and nothing waits for the message
 		l.setBack(msg, why)
 		return next{back: true}
-	case cfg.OnFailure == OnFailureBlock && v == verdictPark: // only a new version of the handler can help
-		why.wait = cfg.RetryMax
-		fallthrough
 	case cfg.OnFailure == OnFailureBlock:
 		return l.block(msg, StateBlocked, why, "message fails and blocks its partition until it succeeds", next{wait: why.wait})
 	case !final && why.wait < inPlaceMax-time.Since(msg.first):
@@ -312,11 +309,7 @@ func (l *lane) park(msg *Message, why *parking) next {
 	if !tombstone {
 		l.p.breaker.noteParked()
 	}
-	if why.retry {
-		l.p.report(msg, "message failed and waits in parked_messages for its next attempt", why.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", why.wait)
-	} else {
-		l.p.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), why.err, "attempts", msg.attempts, "reason", why.reason)
-	}
+	l.p.reportParking(msg, why)
 	return next{}
 }
 

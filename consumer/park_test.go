@@ -82,7 +82,7 @@ func TestParkingKeepsOrder(t *testing.T) {
 			// It fails again, and stays where it is.
 			h.retry()
 			h.wait("failed again", func() bool {
-				return h.logged("parked message failed again and stays parked") == 2
+				return h.logged("message cannot be handled and is parked") == 4
 			})
 			h.produceKeyed("a:4", "c:2")
 			h.wait("position", func() bool { return h.position() == 10 })

@@ -70,7 +70,7 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 	p := &partition{
 		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
 		pos: pos, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
-		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: newBreaker(c.cfg.ParkShareMax),
+		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: &breaker{shareMax: c.cfg.ParkShareMax},
 		marked: func(int64) {}, committed: func(outcome) {}, troubles: map[any]trouble{}, looked: make(chan struct{}, 1),
 	}
 	p.ctx, p.cancel = context.WithCancel(ctx)

@@ -114,7 +114,7 @@ func (l *lane) release(list []due) bool {
 		} else if msg.attempts > l.p.consumer.cfg.AttemptsMax && msg.counted {
 			msg.attempts--
 			msg.park = &parking{reason: reasonCrashed, err: fmt.Errorf("attempt %d did not end, and Config.AttemptsMax is %d: the message seems to end the process", msg.attempts, l.p.consumer.cfg.AttemptsMax), attempts: msg.attempts}
-			l.p.report(msg, "message is "+l.p.consumer.cfg.OnFailure.past()+": it seems to end the process", msg.park.err, "attempts", msg.attempts)
+			l.p.reportParking(msg, msg.park)
 		}
 	}
 	msgs = slices.DeleteFunc(msgs, func(msg *Message) bool { return msg.large })
@@ -217,11 +217,7 @@ func (w *work) rows(msgs []*Message) []int64 {
 // attempt. If storing fails, the message is retried sooner.
 func (l *lane) setBack(msg *Message, why *parking) {
 	l.works(msg)
-	if why.retry {
-		l.p.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", why.wait)
-	} else {
-		l.p.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
-	}
+	l.p.reportParking(msg, why)
 	ctx, cancel := l.p.consumer.bounded(l.p.ctx)
 	defer cancel()
 	_, err := l.p.consumer.pool.Exec(ctx, l.p.consumer.sql[setBackSQL], msg.row, why.state(false), why.reason, bounds.ErrorText(why.err), why.attempts, why.wait)

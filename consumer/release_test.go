@@ -68,39 +68,6 @@ func TestReleasedMessageIsClaimedAgain(t *testing.T) {
 	require.Equal(t, []string{"a:bad"}, h.values())
 }
 
-// Property: failures count for the last messages and for ten minutes: on a quiet partition those of
-// an old outage do not pause later messages, and a flood pauses at the configured share.
-func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
-	t.Parallel()
-	b := consumer.NewBreaker(0.05)
-	for range 5 {
-		require.True(t, b.Park())
-	}
-	require.False(t, b.Park(), "the sixth of the last hundred")
-	b.Now = 9 * time.Minute
-	require.False(t, b.Park(), "not yet forgotten")
-	b.Now = 11 * time.Minute
-	require.True(t, b.Park(), "no message came meanwhile, but the failures are old")
-
-	b = consumer.NewBreaker(0.05)
-	for range 5 {
-		require.True(t, b.Park())
-	}
-	b.Handled(94)
-	require.False(t, b.Park(), "99 messages")
-	b.Handled(2)
-	require.True(t, b.Park(), "the first failure is more than a hundred messages ago")
-
-	b = consumer.NewBreaker(0.01)
-	require.True(t, b.Park(), "one may always be parked")
-	require.False(t, b.Park())
-
-	b = consumer.NewBreaker(1)
-	for range 150 {
-		require.True(t, b.Park(), "a share of 1 never pauses")
-	}
-}
-
 // requests counts what a client asks of the brokers.
 type requests struct{ joins, heartbeats atomic.Int64 }
 

@@ -52,7 +52,7 @@ func (p *partition) record(who any, now *trouble) {
 	}
 	worst, stored, over := trouble{state: StateRunning}, "", before.text
 	for _, t := range p.troubles {
-		if t.state > worst.state || t.state == worst.state && worst.err == nil {
+		if t.state.severity() > worst.state.severity() || t.state == worst.state && worst.err == nil {
 			worst = t
 		}
 		if stored == "" || t.stored == p.stored {
@@ -104,6 +104,17 @@ func (p *partition) report(msg *Message, text string, err error, attrs ...any) {
 	p.log(slog.LevelError, text, append([]any{"offset", msg.Offset, "id", msg.ID, "error", err}, attrs...)...)
 }
 
+// reportParking logs why a message is parked, stays parked, or becomes a dead letter.
+func (p *partition) reportParking(msg *Message, why *parking) {
+	text := "message cannot be handled and is parked"
+	if why.retry {
+		text = "message failed and waits in parked_messages for its next attempt"
+	} else if p.consumer.becomesLetter(why) {
+		text = "message cannot be handled and is sent to the dead letter topic"
+	}
+	p.report(msg, text, why.err, "attempts", why.attempts, "reason", why.reason, "retry_in", why.wait)
+}
+
 // log writes a line about the partition.
 func (p *partition) log(level slog.Level, text string, attrs ...any) {
 	for i, attr := range attrs {
@@ -141,8 +152,7 @@ func (p *partition) hook(call func()) {
 		}
 	case <-limit.C:
 		c.cfg.Logger.Error("a hook did not return in time; no hook is called until it does", "group", c.cfg.Group)
-		c.hooked.Add(1)
-		c.countAbandoned(done, func() { c.hooked.Add(-1) })
+		count(&c.hooked, done)
 	}
 }
 

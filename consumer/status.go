@@ -62,49 +62,40 @@ type PartitionStatus struct {
 
 // PartitionState is the state of an assigned partition. docs/how-to/consume.md describes what to do
 // about each.
-type PartitionState uint8
+type PartitionState string
 
 // The states. If the workers of a partition are in different states, the last one in this list
 // counts.
 const (
 	// StateWaiting: it is not acquired yet, because the database or the partition's leader does not
 	// answer.
-	StateWaiting PartitionState = iota
+	StateWaiting PartitionState = "waiting"
 	// StateRunning: its messages are handled.
-	StateRunning
+	StateRunning PartitionState = "running"
 	// StatePausedByOperator: an operator paused its topic.
-	StatePausedByOperator
+	StatePausedByOperator PartitionState = "paused by an operator"
 	// StateWaitingForDatabase: it waits until the database answers.
-	StateWaitingForDatabase
+	StateWaitingForDatabase PartitionState = "waiting for the database"
 	// StatePausedByBreaker: too many of its messages fail; it pauses instead of parking them. See
 	// Config.ParkShareMax.
-	StatePausedByBreaker
+	StatePausedByBreaker PartitionState = "paused by the breaker"
 	// StateBlocked: it retries one message repeatedly, because OnFailure is OnFailureBlock or
 	// because the message cannot be parked; or too many handlers do not return. See
 	// Config.AbandonedMax.
-	StateBlocked
+	StateBlocked PartitionState = "blocked"
 	// StateFenced: another consumer took the partition while this one held it. The group's
 	// assignment decides.
-	StateFenced
+	StateFenced PartitionState = "fenced"
 	// StateHalted: it waits for an operator's decision.
-	StateHalted
+	StateHalted PartitionState = "halted"
 	// StateDraining: it was revoked, or Run ends. The batch in progress may finish.
-	StateDraining
+	StateDraining PartitionState = "draining"
 )
 
-// String describes the state in a few words.
-func (s PartitionState) String() string {
-	names := [...]string{
-		"waiting", "running", "paused by an operator", "waiting for the database", "paused by the breaker", "blocked", "fenced", "halted", "draining",
-	}
-	if int(s) < len(names) {
-		return names[s]
-	}
-	return "unknown"
+// severity is the place of the state of a lane or a message in that list.
+func (s PartitionState) severity() int {
+	return slices.Index([]PartitionState{StateRunning, StatePausedByOperator, StateWaitingForDatabase, StatePausedByBreaker, StateBlocked, StateFenced}, s)
 }
-
-// MarshalText is String, for JSON.
-func (s PartitionState) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // assignment is a partition that Kafka assigned to this session, running or not. The session's
 // mutex guards it.

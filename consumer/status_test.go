@@ -69,7 +69,7 @@ func (h *harness) begin(ctx context.Context, c *consumer.Consumer) (cancel func(
 // waitState waits until partition 0 is in a state, and returns what the consumer says about it.
 func (h *harness) waitState(c *consumer.Consumer, want consumer.PartitionState) (found consumer.PartitionStatus) {
 	h.t.Helper()
-	h.wait(want.String(), func() bool {
+	h.wait(string(want), func() bool {
 		for _, p := range c.Status().Partitions {
 			if p.Topic == h.topic && p.Partition == 0 && p.State == want {
 				found = p
@@ -228,7 +228,7 @@ func TestStatusCountsWhatIsBehind(t *testing.T) {
 	h.waitCaughtUp(c)
 	h.retry()
 	h.wait("what fails again stays parked", func() bool {
-		return h.logged("parked message failed again and stays parked") == 1
+		return h.logged("message cannot be handled and is parked") == 2
 	})
 	h.exec(`DELETE FROM effectonce.parked_messages`)
 	cancel()

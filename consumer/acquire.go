@@ -246,7 +246,7 @@ func (s *session) refused(p *partition, f *failure) {
 	}
 	a.attempt++
 	wait := s.consumer.engineBackoff(a.attempt)
-	if isFenced(nil, f) && !errors.Is(f.err, errServerChanged) {
+	if isFenced(f) && !errors.Is(f.err, errServerChanged) {
 		wait = max(wait, refusalMin)
 	}
 	a.retryAt = time.Now().Add(wait)

@@ -308,7 +308,7 @@ func (c *Consumer) findOrigin(ctx context.Context, t *tx, w *work, s *selection,
 		f.origin, f.lost, f.err = originHandler, false, errors.Join(errIdle, f.err)
 	case code == "", r.done >= r.all-1:
 		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have succeeded
-	case c.verdict(f) == verdictFenced, c.verdict(f) == verdictRepeat:
+	case f.verdict() == verdictFenced, f.verdict() == verdictRepeat:
 	case r.done < r.published && (slices.Contains([]string{"22", "23", "54", "P0"}, code[:2]) || code == pgerr.InsufficientPrivilege):
 		// What a handler published: a value, or a topic that a policy or a trigger refuses.
 		f.origin, f.msg = originStatement, t.publisher(r.done)

@@ -109,9 +109,6 @@ type Config struct {
 	// that kills the process is found, too. A failure of the database is not an attempt, and neither
 	// are the first ten deadlocks or serialization failures in a row. 1 to 1,000; default 10.
 	AttemptsMax int
-	// PermanentStates are SQLSTATE codes, or classes of two characters, that a retry cannot fix, in
-	// addition to errors marked by Permanent: "23" means all constraint violations. Default: none.
-	PermanentStates []string
 	// AbandonedMax bounds the handlers that ignored the end of their context and still run. Each
 	// holds a connection. At this number no partition of this consumer begins another attempt until
 	// one of them returns. 1 to 1,000; default 16.
@@ -242,10 +239,7 @@ const (
 	StartLatest
 )
 
-var (
-	topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
-	sqlState  = regexp.MustCompile(`^[0-9A-Z]{2}([0-9A-Z]{3})?$`)
-)
+var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 
 // alias is the name under which a topic counts.
 func (c *Config) alias(topic string) string { return cmp.Or(c.Aliases[topic], topic) }
@@ -362,11 +356,6 @@ func (c *Config) failures() (problems []error) {
 		problems = append(problems, fmt.Errorf("DeadLetterTopic %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.DeadLetterTopic))
 	case named && slices.Contains(c.Topics, c.DeadLetterTopic):
 		problems = append(problems, fmt.Errorf("DeadLetterTopic %q: want none of Topics: the message would come back", c.DeadLetterTopic))
-	}
-	for _, state := range c.PermanentStates {
-		if !sqlState.MatchString(state) {
-			problems = append(problems, fmt.Errorf("PermanentStates: %.20q: want a SQLSTATE, such as 23505, or a class, such as 23", state))
-		}
 	}
 	c.ParkShareMax = cmp.Or(c.ParkShareMax, 0.2)
 	if !(c.ParkShareMax >= 0.01 && c.ParkShareMax <= 1) { // also refuses NaN

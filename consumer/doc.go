@@ -47,8 +47,7 @@
 //
 // If a batch fails, it is rolled back and split until the failing message is alone; the others
 // commit as before. The message's error decides what happens to it. If the error is marked by
-// Permanent, the value cannot be decoded, or the SQLSTATE is one of PermanentStates, the message is
-// parked at once. After any other error the message is tried again for a second, then waits in
+// Permanent, or the value cannot be decoded, the message is parked at once. After any other error the message is tried again for a second, then waits in
 // parked_messages for its next attempt, up to AttemptsMax attempts with growing pauses. Only messages
 // of its key wait for it. The origin of an error decides first: a failure of the engine's own
 // statements, or a lost connection, is not an attempt at a message, and the partition waits. A

@@ -81,7 +81,7 @@ func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int
 	for done := 0; done < n; {
 		if _, err := e.Apply(ctx, at, first+done, min(batch, n-done)); err != nil {
 			var f *failure
-			if errors.As(err, &f) && e.c.verdict(f) == verdictRepeat {
+			if errors.As(err, &f) && f.verdict() == verdictRepeat {
 				continue
 			}
 			return err
@@ -94,7 +94,7 @@ func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int
 // IsFenced reports whether a batch was refused because of its position.
 func IsFenced(err error) bool {
 	var f *failure
-	return errors.As(err, &f) && isFenced(nil, f)
+	return errors.As(err, &f) && isFenced(f)
 }
 
 // WatchEvery makes a consumer look after its partitions more often.
@@ -220,15 +220,14 @@ func Origins() []string {
 }
 
 // Judge returns the verdict about a failure, and the name of the row that decides.
-func Judge(from string, err error, lost bool, permanentStates ...string) (verdict, row string) {
+func Judge(from string, err error, lost bool) (verdict, row string) {
 	f := &failure{lost: lost, err: err, origin: origin(slices.Index(Origins(), from))}
-	e := &Consumer{cfg: Config{PermanentStates: permanentStates}}
 	for _, r := range rules {
-		if slices.Contains(r.origins, f.origin) && r.matches(e, f) {
-			return e.verdict(f).String(), r.name
+		if slices.Contains(r.origins, f.origin) && r.matches(f) {
+			return f.verdict().String(), r.name
 		}
 	}
-	return e.verdict(f).String(), ""
+	return f.verdict().String(), ""
 }
 
 // OfAnotherServer makes a position one that was taken over before the server began.

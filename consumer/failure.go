@@ -82,7 +82,7 @@ func (v verdict) String() string {
 type rule struct {
 	name    string // for docs/design.md and tests
 	origins []origin
-	matches func(c *Consumer, f *failure) bool
+	matches func(f *failure) bool
 	verdict verdict
 }
 
@@ -99,57 +99,48 @@ var rules = []rule{
 	{"marked permanent, undecodable, unknown type", []origin{originStatement, originHandler, originCommit}, isPermanentFailure, verdictPark},
 	{"server ends sessions or lacks resources (classes 08, 53, 57 but 57014, 58, 25006)", []origin{originCommit}, isServerState, verdictWait},
 	{"no answer to COMMIT", []origin{originCommit}, stateIn(""), verdictWait},
-	{"Config.PermanentStates", []origin{originStatement, originHandler, originCommit}, isConfiguredState, verdictPark},
 	{"anything else", []origin{originStatement, originHandler, originCommit}, always, verdictCount},
 }
 
-func (c *Consumer) verdict(f *failure) verdict {
+func (f *failure) verdict() verdict {
 	for _, r := range rules {
-		if slices.Contains(r.origins, f.origin) && r.matches(c, f) {
+		if slices.Contains(r.origins, f.origin) && r.matches(f) {
 			return r.verdict
 		}
 	}
 	return verdictWait
 }
 
-func always(*Consumer, *failure) bool { return true }
+func always(*failure) bool { return true }
 
 // stateIn matches SQLSTATE codes and classes; "" matches an error without a SQLSTATE.
-func stateIn(states ...string) func(*Consumer, *failure) bool {
-	return func(_ *Consumer, f *failure) bool {
+func stateIn(states ...string) func(*failure) bool {
+	return func(f *failure) bool {
 		code := f.state()
 		return slices.ContainsFunc(states, func(s string) bool { return s == code || len(s) == 2 && strings.HasPrefix(code, s) })
 	}
 }
 
-func isFenced(_ *Consumer, f *failure) bool {
+func isFenced(f *failure) bool {
 	return f.state() == "EO001" || errors.Is(f.err, errFenced)
 }
 
-func isLost(_ *Consumer, f *failure) bool { return f.lost }
+func isLost(f *failure) bool { return f.lost }
 
-func isPermanentFailure(_ *Consumer, f *failure) bool { return IsPermanent(f.err) }
+func isPermanentFailure(f *failure) bool { return IsPermanent(f.err) }
 
 // isServerState: a standby after a failover counts, too.
-func isServerState(_ *Consumer, f *failure) bool {
+func isServerState(f *failure) bool {
 	return pgerr.OfServer(f.err) || pgerr.Is(f.err, pgerr.ReadOnlyTransaction)
-}
-
-func isConfiguredState(c *Consumer, f *failure) bool {
-	code := f.state()
-	return code != "" && slices.ContainsFunc(c.cfg.PermanentStates, func(state string) bool { return strings.HasPrefix(code, state) })
 }
 
 // reason is the reason under which a failed message is parked.
 func (f *failure) reason(v verdict) string {
 	var permanent *permanentError
-	switch {
-	case v != verdictPark:
-		return reasonFailed
-	case errors.As(f.err, &permanent):
+	if v == verdictPark && errors.As(f.err, &permanent) {
 		return permanent.reason
 	}
-	return reasonPermanent
+	return reasonFailed
 }
 
 // waitable reports whether an error at the start may end once the database is available.

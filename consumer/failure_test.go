@@ -60,8 +60,8 @@ func stateError(state string) error {
 func TestVerdictDependsOnOriginAndState(t *testing.T) {
 	t.Parallel()
 	used := map[string]bool{}
-	judge := func(origin string, err error, lost bool, permanentStates ...string) string {
-		verdict, row := consumer.Judge(origin, err, lost, permanentStates...)
+	judge := func(origin string, err error, lost bool) string {
+		verdict, row := consumer.Judge(origin, err, lost)
 		used[row] = true
 		return verdict
 	}
@@ -76,10 +76,6 @@ func TestVerdictDependsOnOriginAndState(t *testing.T) {
 				require.Equal(t, "wait", judge(origin, stateError(v.state), true), "connection lost: %s %q", origin, v.state)
 				require.Equal(t, "wait", judge(origin, consumer.Permanent(stateError(v.state)), true), "connection lost, whatever the handler makes of it: %s %q", origin, v.state)
 				require.Equal(t, "park", judge(origin, consumer.Permanent(stateError(v.state)), false), "%s %q", origin, v.state)
-			}
-			if want == "count" && v.state != "" {
-				require.Equal(t, "park", judge(origin, stateError(v.state), false, "99", v.state[:2]), "configured class: %s %q", origin, v.state)
-				require.Equal(t, "park", judge(origin, stateError(v.state), false, v.state), "configured state: %s %q", origin, v.state)
 			}
 		}
 	}

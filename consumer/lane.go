@@ -108,7 +108,7 @@ func (l *lane) finish(msgs []*Message) bool {
 		if l.p.stopped() {
 			return false
 		}
-		v := l.p.consumer.verdict(f)
+		v := f.verdict()
 		unknown := l.mustTakeBack(f) && msgs[0].row == 0 // a parked row says itself whether it is done
 		if f.closes || f.lost && f.origin != originEngine && v == verdictWait && !unknown {
 			// If that recurs with the same messages while the database answers, one of them ends its
@@ -344,7 +344,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 		t.text = "partition waits for a connection of the pool: raise its MaxConns, or run more replicas"
 	case errors.Is(f.err, errManyAbandoned):
 		t.state, t.text = StateBlocked, "partition waits for handlers that do not return"
-	case waits < waitsStored && l.p.consumer.verdict(f) == verdictRepeat:
+	case waits < waitsStored && f.verdict() == verdictRepeat:
 		t.state = StateRunning // a conflict with a concurrent transaction is not an outage
 	}
 	if waits%waitsStored == 0 {

@@ -231,7 +231,7 @@ func (p *partition) advance() bool {
 		p.pos.set(stored)
 		p.marked(next)
 		return true
-	case c.verdict(f) == verdictFenced:
+	case f.verdict() == verdictFenced:
 		return p.lane.fenced(f)
 	}
 	return p.stopped() || p.lane.wait(1, f) // a position that is not stored now is stored later

@@ -100,7 +100,7 @@ func (p *partition) run() {
 	defer close(p.done)
 	defer p.cancel()
 	for waits := 1; ; waits++ {
-		err := p.loadHeld(waits)
+		err := p.loadHeld()
 		if err == nil {
 			break
 		}

@@ -17,19 +17,15 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// loadDoubledMax bounds how often the time for loadHeld is doubled: to about an hour with the
-// default StatementTimeout.
-const loadDoubledMax = 7
-
 // loadHeld reads, after an acquisition, which keys are held: no earlier holder can commit any more. It
-// reads all parked messages of the partition, which may be millions: after each failed try the next
-// one gets twice the time.
-func (p *partition) loadHeld(tries int) error {
+// reads the first parked message of each key of the partition: where these are so many that it takes longer
+// than StatementTimeout, the partition waits until that is raised.
+func (p *partition) loadHeld() error {
 	c := p.consumer
 	if !c.holdsKeys() {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(p.ctx, c.answerMax()<<min(tries-1, loadDoubledMax))
+	ctx, cancel := c.bounded(p.ctx)
 	defer cancel()
 	held := map[keyHash]struct{}{}
 	rows, err := c.pool.Query(ctx, c.sql[headsSQL], p.name.ID(), p.pos.topic, p.pos.partition)

@@ -140,7 +140,7 @@ func (c *Consumer) apply(ctx context.Context, w *work) (outcome, *failure) {
 	a := &attempt{
 		conn: conn,
 		tx: &tx{
-			conn: conn.conn, late: c.usedLate, begun: time.Now(), published: map[*Message]int{}, idleMax: c.cfg.IdleTimeout, skipTombstones: c.cfg.OnTombstone == OnTombstoneSkip,
+			conn: conn.conn, late: c.usedLate, begun: time.Now(), published: map[*Message]int{}, idleMax: c.cfg.IdleTimeout,
 		},
 		committing: make(chan struct{}), done: make(chan struct{}),
 	}

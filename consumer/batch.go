@@ -93,7 +93,7 @@ func (c *Consumer) transact(ctx context.Context, w *work, a *attempt) (outcome, 
 		return before || now
 	})
 	out.commit = time.Since(begun) - out.claim - out.handle
-	out.taken, out.fresh, out.conflicts, out.parked = claimed.taken, len(s.handle), claimed.dropped, s.report()
+	out.taken, out.fresh, out.conflicts, out.parked = claimed.taken, len(s.handle)+len(s.skip), claimed.dropped, s.report()
 	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)
 	return out, nil
 }

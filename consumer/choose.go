@@ -23,10 +23,11 @@ type claimed struct {
 	held      map[keyHash]struct{} // those of the requested keys that have a parked message
 }
 
-// selection splits the messages of a transaction into handled and parked ones. Duplicates are in
-// neither part.
+// selection splits the messages of a transaction into handled, skipped and parked ones. Duplicates are in
+// no part.
 type selection struct {
 	handle []*Message
+	skip   []*Message // tombstones that have no effect
 	parked []parkedMessage
 	keys   map[keyHash]struct{} // keys that are held from now on
 }
@@ -99,7 +100,11 @@ func (c *Consumer) choose(w *work, got claimed) *selection {
 		if behind && (why == nil || why.retry) {
 			why = &parking{reason: reasonBehind}
 		}
-		if why == nil {
+		switch {
+		case why == nil && msg.Value == nil && c.cfg.OnTombstone == OnTombstoneSkip:
+			s.skip = append(s.skip, msg)
+			continue
+		case why == nil:
 			s.handle = append(s.handle, msg)
 			continue
 		}

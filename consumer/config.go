@@ -98,8 +98,8 @@ type Config struct {
 	// OnConflict is what happens to a message whose ID another message has: the fingerprints of key
 	// and value differ. Default OnConflictPark.
 	OnConflict OnConflict
-	// OnTombstone is what happens to a message without a value (Kafka's null) that a Decoder rejects.
-	// Default OnTombstonePark.
+	// OnTombstone is what happens to a message without a value (Kafka's null). Default
+	// OnTombstoneHandle.
 	OnTombstone OnTombstone
 	// DeadLetterTopic is where OnFailure OnFailureDeadLetter sends messages, through the outbox.
 	DeadLetterTopic string
@@ -203,14 +203,14 @@ const (
 	OnConflictDrop
 )
 
-// OnTombstone is what happens to a message without a value that its decoder rejects. A tombstone is
-// legal in a compacted topic, so it never counts for ParkShareMax.
+// OnTombstone is what happens to a message without a value. A tombstone is legal in a compacted topic,
+// so one that a decoder rejects never counts for ParkShareMax.
 type OnTombstone uint8
 
 // The policies.
 const (
-	// OnTombstonePark treats it as undecodable.
-	OnTombstonePark OnTombstone = iota
+	// OnTombstoneHandle gives it to the handler. One that its decoder rejects is parked as undecodable.
+	OnTombstoneHandle OnTombstone = iota
 	// OnTombstoneSkip treats it as handled, without any effect.
 	OnTombstoneSkip
 )
@@ -303,7 +303,7 @@ func (c *Config) enums() (problems []error) {
 	}{
 		{"Start", uint8(c.Start), uint8(StartLatest), "StartEarliest or StartLatest"},
 		{"Dedup", uint8(c.Dedup), uint8(DedupByPosition), "DedupByID or DedupByPosition"},
-		{"OnTombstone", uint8(c.OnTombstone), uint8(OnTombstoneSkip), "OnTombstonePark or OnTombstoneSkip"},
+		{"OnTombstone", uint8(c.OnTombstone), uint8(OnTombstoneSkip), "OnTombstoneHandle or OnTombstoneSkip"},
 		{"OnConflict", uint8(c.OnConflict), uint8(OnConflictDrop), "OnConflictPark or OnConflictDrop"},
 		{"Order", uint8(c.Order), uint8(OrderUnordered), "OrderByPartition, OrderByKey or OrderUnordered"},
 		{"OnFailure", uint8(c.OnFailure), uint8(OnFailureDeadLetter), "OnFailurePark, OnFailureBlock or OnFailureDeadLetter"},

@@ -62,7 +62,7 @@ func (p *parkedMessage) keep(err error) *parking {
 // queueFailures adds the statements for messages that were not handled. It returns those that become
 // dead letters, or the one that the outbox refuses, because Kafka would.
 func (c *Consumer) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) (letters []letter, f *failure) {
-	rows := w.rows(s.handle)
+	rows := append(w.rows(s.handle), w.rows(s.skip)...)
 	for i := range s.parked {
 		p := &s.parked[i]
 		if p.letter = false; !c.becomesLetter(p.why) {

@@ -62,34 +62,19 @@ func Decode[T any, H DecodedHandler[T]](decoder Decoder[T], handle H) Handler {
 			return h(ctx, q, msg, body)
 		})
 	case func(ctx context.Context, tx pgx.Tx, msgs []Decoded[T]) error:
-		return decodedBatch(decoder, h)
+		return Batch(func(ctx context.Context, tx pgx.Tx, msgs []*Message) error {
+			list := make([]Decoded[T], len(msgs))
+			for i, msg := range msgs {
+				body, err := decode(decoder, msg)
+				if err != nil {
+					return FailedAt(i, err)
+				}
+				list[i] = Decoded[T]{msg, body}
+			}
+			return h(ctx, tx, list)
+		})
 	}
 	return nil // New refuses it: handle is nil
-}
-
-func decodedBatch[T any](decoder Decoder[T], handle func(ctx context.Context, tx pgx.Tx, msgs []Decoded[T]) error) Handler {
-	return Batch(func(ctx context.Context, tx pgx.Tx, msgs []*Message) error {
-		list, places := make([]Decoded[T], 0, len(msgs)), make([]int, 0, len(msgs))
-		for i, msg := range msgs {
-			body, err := decode(decoder, msg)
-			if v, ok := tx.(*messageTx); ok && v.skipTombstones && errors.Is(err, errTombstone) {
-				continue
-			}
-			if err != nil {
-				return FailedAt(i, err)
-			}
-			list, places = append(list, Decoded[T]{msg, body}), append(places, i)
-		}
-		if len(list) == 0 {
-			return nil
-		}
-		err := handle(ctx, tx, list)
-		var named *failedAt
-		if errors.As(err, &named) && named.index >= 0 && named.index < len(places) {
-			return FailedAt(places[named.index], named.err)
-		}
-		return err
-	})
 }
 
 // JSON is short for Decode with a JSONDecoder.
@@ -99,7 +84,7 @@ func JSON[T any](handle func(ctx context.Context, tx pgx.Tx, msg *Message, body 
 
 // JSONDecoder decodes values as encoding/json does. The value must be one JSON text, followed only
 // by white space. A message without a value (Kafka's null, a tombstone) is nil if T is a pointer; for
-// another T see Config.OnTombstone. Fields that
+// another T it is an error; see Config.OnTombstone. Fields that
 // T does not have are ignored, missing fields stay zero, and a JSON null gives the zero T. Names
 // match regardless of case; if a name occurs several times, the last one counts. Invalid UTF-8
 // becomes U+FFFD. For other rules, such as rejecting unknown fields, write a DecoderFunc.

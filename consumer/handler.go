@@ -34,9 +34,6 @@ func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		view := t.view(msg)
 		err := guard(func() error { return h(ctx, view, msg) })
 		view.done.Store(true)
-		if errors.Is(err, errTombstone) && t.skipTombstones {
-			err = nil
-		}
 		if err == nil {
 			err = overdue(ctx)
 		}
@@ -144,7 +141,7 @@ func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Mes
 	for _, msg := range msgs {
 		t.turn(msg)
 		q.view.msg = msg
-		if err := h(ctx, q, msg); err != nil && (!errors.Is(err, errTombstone) || !t.skipTombstones) {
+		if err := h(ctx, q, msg); err != nil {
 			return err
 		}
 		if err := t.misuse(); err != nil {

@@ -260,7 +260,7 @@ func TestTombstones(t *testing.T) {
 	}{
 		"parked": {consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ payment) error {
 			return insert(ctx, tx, msg)
-		}), consumer.OnTombstonePark, 30, 30},
+		}), consumer.OnTombstoneHandle, 30, 30},
 		"skipped": {consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ payment) error {
 			return insert(ctx, tx, msg)
 		}), consumer.OnTombstoneSkip, 30, 0},
@@ -269,7 +269,7 @@ func TestTombstones(t *testing.T) {
 				return nil
 			}
 			return insert(ctx, tx, msg)
-		}), consumer.OnTombstonePark, 30, 0},
+		}), consumer.OnTombstoneHandle, 30, 0},
 		"batch": {consumer.Decode(consumer.JSONDecoder[payment](), func(ctx context.Context, tx pgx.Tx, msgs []consumer.Decoded[payment]) error {
 			for i, msg := range msgs {
 				if msg.Offset == 50 {
@@ -292,6 +292,13 @@ func TestTombstones(t *testing.T) {
 			require.Len(t, h.values(), tc.effects)
 			require.Len(t, h.parked(), tc.parked)
 			require.Equal(t, tc.parked%30, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 50`), "the one that FailedAt names")
+			if tc.parked == 30 {
+				h.retry()
+				stop = h.run(tc.handler, func(c *consumer.Config) { c.OnTombstone = consumer.OnTombstoneSkip })
+				h.wait("skipped when they are retried", func() bool { return len(h.parked()) == 0 })
+				require.NoError(t, stop())
+				require.Len(t, h.values(), tc.effects)
+			}
 		})
 	}
 }

@@ -35,14 +35,13 @@ type tx struct {
 	since   atomic.Int64            // when its handling began, in nanoseconds after begun; 0: no user code runs
 	owning  sync.Mutex              // guards what user functions' results are stored in: see own
 
-	collected      []collected      // outbox messages, in order
-	published      map[*Message]int // for each message, how many its handler published: the step of the next one's ID
-	savepoints     int              // created through Begin
-	marks          []mark           // savepoints that exist
-	role           string           // before a handler changed it
-	session        bool             // a handler changed roles, settings or other state of the session
-	lasting        bool             // and the change would outlast the transaction
-	skipTombstones bool             // Config.OnTombstone
+	collected  []collected      // outbox messages, in order
+	published  map[*Message]int // for each message, how many its handler published: the step of the next one's ID
+	savepoints int              // created through Begin
+	marks      []mark           // savepoints that exist
+	role       string           // before a handler changed it
+	session    bool             // a handler changed roles, settings or other state of the session
+	lasting    bool             // and the change would outlast the transaction
 }
 
 // mark is a savepoint, and how many messages were published before it.

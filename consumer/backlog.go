@@ -23,13 +23,12 @@ type backlog struct {
 	wake     chan struct{} // buffers one signal: something can be taken
 	turned   chan struct{} // buffers one signal: something is in progress, or nothing any more
 
-	mu        sync.Mutex
-	begin     int64     // earlier offsets come from an earlier fetch
-	seen      int64     // offset after the last record that arrived, including control records
-	seenAt    time.Time // time of that record
-	delivered int64     // like seen, without control records
-	fetches   bool      // false: fetching is paused, because enough waits
-	ended     bool      // fetching is no longer paused or resumed, and no later records are taken
+	mu      sync.Mutex
+	begin   int64     // earlier offsets come from an earlier fetch
+	seen    int64     // offset after the last record that arrived, including control records
+	seenAt  time.Time // time of that record
+	fetches bool      // false: fetching is paused, because enough waits
+	ended   bool      // fetching is no longer paused or resumed, and no later records are taken
 
 	lines     map[keyHash]*line  // of the keys that have messages waiting or in progress
 	ready     []*line            // that may have messages to be taken, in the order in which they came
@@ -126,7 +125,7 @@ func signal(to chan struct{}) {
 func (b *backlog) start(offset int64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.begin, b.seen, b.delivered = offset, offset, offset
+	b.begin, b.seen = offset, offset
 }
 
 // arrive adds records, which follow all that arrived before.
@@ -143,7 +142,6 @@ func (b *backlog) arrive(records []*kgo.Record, convert func(records []*kgo.Reco
 	}
 	b.seen, b.seenAt = last.Offset+1, recordTime(last)
 	for _, msg := range msgs {
-		b.delivered = msg.Offset + 1
 		b.add(msg)
 	}
 	signal(b.wake)

@@ -188,13 +188,13 @@ func (p *partition) handledAll() bool {
 	b := p.backlog
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return len(b.open) == 0 && (b.delivered == b.begin || p.pos.next.Load() >= b.delivered)
+	return len(b.open) == 0 && (b.seen == b.begin || p.pos.next.Load() >= b.seen)
 }
 
 // compare reports whether all records up to the end of the topic have arrived, whether fetching is
 // stuck, that is, nothing arrived since the last call although it could have, and the offset up to
-// which messages arrived.
-func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
+// which records arrived.
+func (p *partition) compare(end int64) (atEnd, stuck bool, seen int64) {
 	b := p.backlog
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -204,7 +204,7 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	if !missing {
 		p.lookedAt.end = b.seen
 	}
-	return end <= b.seen, stuck, b.delivered
+	return end <= b.seen, stuck, b.seen
 }
 
 // advance stores the offset up to which everything is done, unless the transactions that handled the

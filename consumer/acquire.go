@@ -67,10 +67,7 @@ type hold struct {
 }
 
 var (
-	errAhead = errors.New("the position advances while it is acquired")
-	// errNotMet: if a group begins at the end of a topic, all partitions begin there at the same
-	// moment, so the ends of all must be known.
-	errNotMet   = errors.New("first contact of the group with the topic, to begin at its end (Config.Start): this needs the ends of all partitions, and one is unknown (no leader?)")
+	errAhead    = errors.New("the position advances while it is acquired")
 	errWentBack = errors.New("the database lost commits of this consumer (a failover?): resuming at its position")
 	errPaused   = errors.New("an operator paused the topic")
 )
@@ -138,24 +135,20 @@ func (s *session) takeWorkers(keys []topicPartition) (assigned []topicPartition,
 func (s *session) hold(ctx context.Context, keys []topicPartition) []*hold {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
-	answer, err := s.ask(ctx, keys)
-	holds, answered := make([]*hold, len(keys)), []*hold{}
+	holds := make([]*hold, len(keys))
 	s.mu.Lock()
 	for i, key := range keys {
 		a := s.assignments[key]
-		h := &hold{topicPartition: key, log: answer.logs[key], waits: cmp.Or(err, answer.silent[key]), seen: a.seen, halt: s.damage(a)}
-		if holds[i] = h; h.waits == nil {
-			answered = append(answered, h)
-		}
+		holds[i] = &hold{topicPartition: key, seen: a.seen, halt: s.damage(a)}
 	}
 	s.mu.Unlock()
-	if len(answered) == 0 {
-		return holds
+	err := s.ask(ctx, holds)
+	answered := slices.DeleteFunc(slices.Clone(holds), func(h *hold) bool { return h.waits != nil })
+	if err == nil && len(answered) > 0 {
+		err = s.consumer.hold(ctx, answered)
 	}
-	if err := s.consumer.hold(ctx, answered, answer.contacts(s.consumer.cfg.Start)); err != nil {
-		for _, h := range answered {
-			h.waits = err
-		}
+	for _, h := range answered {
+		h.waits = cmp.Or(err, h.waits)
 	}
 	return holds
 }
@@ -258,16 +251,14 @@ const refusalMin = time.Second
 
 // hold begins a new epoch for each partition, decides where it begins and stores the decision, all
 // in one transaction. It locks the rows before it decides.
-func (c *Consumer) hold(ctx context.Context, holds []*hold, contacts []map[string]any) error {
+func (c *Consumer) hold(ctx context.Context, holds []*hold) error {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
 	err := pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
-		if err := c.lockPositions(ctx, tx, holds, contacts); err != nil {
+		if err := c.lockPositions(ctx, tx, holds); err != nil {
 			return err
 		}
 		for _, h := range holds {
-			if h.log != nil && !h.row.met {
-				h.waits = errNotMet
-			} else if h.isAhead() {
+			if h.isAhead() {
 				h.waits = errAhead
 			} else {
 				c.decide(h)
@@ -320,7 +311,7 @@ func (c *Consumer) decide(h *hold) {
 func (c *Consumer) idRule(topic string) string { return c.ids[topic].IDRule().String() }
 
 // lockPositions inserts missing rows, then locks and reads all of them.
-func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, contacts []map[string]any) error {
+func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold) error {
 	topics, numbers, rows := make([]string, len(holds)), make([]int32, len(holds)), map[topicPartition]*storedPosition{}
 	for i, h := range holds {
 		topics[i], numbers[i], rows[h.topicPartition] = h.topic, h.partition, &h.row
@@ -328,9 +319,6 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, 
 	group := c.cfg.Group
 	batch := &pgx.Batch{}
 	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2])
-	if len(contacts) > 0 {
-		batch.Queue(c.sql[contactSQL], group, contacts)
-	}
 	batch.Queue(c.sql[rowsSQL], group, topics, numbers)
 	batch.Queue(c.sql[lockSQL], group, topics, numbers).Query(func(found pgx.Rows) error {
 		for found.Next() {
@@ -338,7 +326,7 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, 
 			var row storedPosition
 			var topicID *[16]byte
 			err := found.Scan(&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledTo, &row.rewoundFrom,
-				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused, &row.met)
+				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused)
 			if err != nil {
 				return err
 			}
@@ -353,13 +341,6 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold, 
 		return fmt.Errorf("read positions: %w", err)
 	}
 	return nil
-}
-
-func nullable(id uuid.UUID) *uuid.UUID {
-	if id == uuid.Nil {
-		return nil
-	}
-	return &id
 }
 
 // storeHolds stores the decisions.

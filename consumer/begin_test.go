@@ -17,9 +17,6 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// latest begins at the end of topics.
-func latest(c *consumer.Config) { c.Start = consumer.StartLatest }
-
 // byPosition deduplicates by position alone.
 func byPosition(c *consumer.Config) { c.Dedup = consumer.DedupByPosition }
 
@@ -56,14 +53,15 @@ func (h *harness) handledFrom() int {
 	return h.number(`SELECT handled_from FROM effectonce.consumer_positions WHERE topic = $1 AND partition = 0`, h.topic)
 }
 
-// Property: messages that StartLatest skipped do not count as handled: a rewind handles them. An
+// Property: messages that the group's first offset skips do not count as handled: a rewind handles them. An
 // interrupted rewind continues where it was, and when it is finished its messages count as handled.
 // Issue A4.
 func TestInterruptedRewindGoesOn(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produce("0", "1", "2", "3", "4", "5")
-	stop := h.run(consumer.Each(effect), latest)
+	h.rewind(6, "")
+	stop := h.run(consumer.Each(effect), nil)
 	h.wait("position", func() bool { return h.position() == 6 })
 	h.produce("6")
 	h.waitEffects(1)
@@ -132,64 +130,30 @@ func (h *harness) topicID() (id uuid.UUID, cluster string) {
 	return uuid.UUID(metadata.Topics[h.topic].ID), metadata.Cluster
 }
 
-// Property: with StartLatest, partitions that are added after the group's first contact begin at
-// their start, and so does a recreated topic: the group was subscribed when their first records
-// came. Issue A6.
+// Property: of a group whose offsets were set to the ends of its topics before it first ran, partitions
+// that are added later begin at their start, and so does a recreated topic. Issue A6.
 func TestLatestLosesNothingThatComesLater(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceTo(0, "before")
-	stop := h.run(consumer.Each(effect), latest)
+	h.rewind(1, "")
+	stop := h.run(consumer.Each(effect), nil)
 	h.wait("position", func() bool { return h.position() == 1 })
 	require.NoError(t, stop())
 	added, err := kadm.NewClient(kafkatest.Client(t)).UpdatePartitions(t.Context(), 2, h.topic)
 	require.NoError(t, errors.Join(err, added.Error()))
 	h.produceTo(1, "added")
 	h.produceTo(0, "after")
-	stop = h.run(consumer.Each(effect), latest)
+	stop = h.run(consumer.Each(effect), nil)
 	h.waitEffects(2)
 	require.NoError(t, stop())
 	require.ElementsMatch(t, []string{"added", "after"}, h.values())
 
 	kafkatest.Recreate(t, h.topic)
 	h.produceTo(0, "anew")
-	stop = h.run(consumer.Each(effect), latest)
+	stop = h.run(consumer.Each(effect), nil)
 	h.waitEffects(3)
 	require.NoError(t, stop())
-}
-
-// Property: consumers that make first contact with a topic together, while it is written to and
-// partitions are added, agree on where all its partitions begin. A partition that only one of them
-// sees is an added partition. Issue A6.
-func TestReplicasThatMeetATopicTogetherAgree(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	const replicas = 6
-	begins := make([][]int64, replicas)
-	var group sync.WaitGroup
-	for i := range replicas {
-		engine := consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Start: consumer.StartLatest})
-		group.Go(func() {
-			ends := []int64{int64(10 + i), int64(20 + i), int64(30 + i), int64(40 + i)}[:3+i%2]
-			var err error
-			begins[i], err = engine.Meet(t.Context(), h.topic, ends...)
-			if err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	group.Wait()
-	met := h.number(`SELECT partitions FROM effectonce.consumer_topics`)
-	first := begins[0][0]
-	for _, at := range begins {
-		for number, begin := range at {
-			want := first + 10*int64(number)
-			if number >= met {
-				want = 0
-			}
-			require.Equal(t, want, begin, "partition %d of %v, met with %d partitions", number, begins, met)
-		}
-	}
 }
 
 // Property: offsets that were translated for a topic with another ID are where the group continues;

@@ -19,7 +19,9 @@ import (
 
 // Config of a Consumer. Group and Topics are required; the zero value of everything else works.
 type Config struct {
-	// Group is the Kafka consumer group. 1 to 255 bytes.
+	// Group is the Kafka consumer group. 1 to 255 bytes. A partition for which it has neither a stored
+	// position nor an offset in Kafka begins at its start. To begin elsewhere, set the group's offsets
+	// with Kafka's tools before it first runs: see docs/how-to/consume.md.
 	Group string
 	// Topics to consume. At least one.
 	Topics []string
@@ -64,12 +66,6 @@ type Config struct {
 	// IDFunc is nil or returns nothing, topic, partition and offset identify the message. That stops
 	// redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
-	// Start is where the partitions of a topic begin when the group meets the topic for the first
-	// time, if Kafka has no offset for them. It is decided and stored for all partitions of the
-	// topic at once. Partitions that are added later, and a topic that is deleted and recreated,
-	// begin at their start, whatever Start is. With StartLatest the first contact waits until every
-	// partition of the topic has a leader. Default StartEarliest.
-	Start Start
 	// BatchMax is how many messages share a transaction at most. 1 to 10,000; default 500.
 	BatchMax int
 	// BatchTimeMax is how long a transaction should take: the number of its messages adapts, from 16
@@ -229,16 +225,6 @@ const (
 	OrderUnordered
 )
 
-// Start is where a partition without a position begins.
-type Start uint8
-
-// The starts. StartLatest is resolved to offsets and stored once, so that a restart before the
-// first message skips nothing.
-const (
-	StartEarliest Start = iota
-	StartLatest
-)
-
 var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 
 // alias is the name under which a topic counts.
@@ -301,7 +287,6 @@ func (c *Config) enums() (problems []error) {
 		value, last uint8
 		want        string
 	}{
-		{"Start", uint8(c.Start), uint8(StartLatest), "StartEarliest or StartLatest"},
 		{"Dedup", uint8(c.Dedup), uint8(DedupByPosition), "DedupByID or DedupByPosition"},
 		{"OnTombstone", uint8(c.OnTombstone), uint8(OnTombstoneSkip), "OnTombstoneHandle or OnTombstoneSkip"},
 		{"OnConflict", uint8(c.OnConflict), uint8(OnConflictDrop), "OnConflictPark or OnConflictDrop"},

@@ -31,7 +31,7 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
 	h := &hold{topicPartition: topicPartition{e.c.cfg.Topics[0], number}}
-	if err := e.c.hold(ctx, []*hold{h}, nil); err != nil {
+	if err := e.c.hold(ctx, []*hold{h}); err != nil {
 		return nil, err
 	}
 	return &Position{h.pos, 1}, nil
@@ -129,42 +129,6 @@ func State(c *Consumer, topic string, partition int32) string {
 		return ""
 	}
 	return string(a.status().State)
-}
-
-// Meet makes first contact with a topic whose partitions end at ends, and takes all of them over.
-// It returns where they begin.
-func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64, error) {
-	answer := topicLogs{logs: map[topicPartition]*topicLog{}}
-	var holds []*hold
-	for i, end := range ends {
-		key := topicPartition{topic, int32(i)}
-		log := &topicLog{cluster: "c", topicID: [16]byte{1}, partitions: int32(len(ends)), end: end}
-		answer.logs[key] = log
-		holds = append(holds, &hold{topicPartition: key, log: log})
-	}
-	if err := e.c.hold(ctx, holds, answer.contacts(e.c.cfg.Start)); err != nil {
-		return nil, err
-	}
-	var again []*hold
-	for _, h := range holds {
-		if errors.Is(h.waits, errAhead) { // another one met the topic later than this one asked: the end is asked for again, as a session does
-			h.log.end, h.waits = *h.row.next, nil
-			again = append(again, h)
-		}
-	}
-	if len(again) > 0 {
-		if err := e.c.hold(ctx, again, answer.contacts(e.c.cfg.Start)); err != nil {
-			return nil, err
-		}
-	}
-	begins := make([]int64, len(holds))
-	for i, h := range holds {
-		if h.waits != nil {
-			return nil, h.waits
-		}
-		begins[i] = h.decision.at
-	}
-	return begins, nil
 }
 
 // CommitMetadata is what a consumer's own commits carry.

@@ -44,12 +44,7 @@ func TestZombieOfEachOrderCommitsNothing(t *testing.T) {
 	for name, settings := range allOrders {
 		bothModes(t, name+", parks", func(t *testing.T, parks bool) {
 			t.Helper()
-			zombieCommitsNothing(t, parks, func(c *consumer.Config) {
-				settings(c)
-				if parks {
-					c.Start = consumer.StartLatest
-				}
-			})
+			zombieCommitsNothing(t, parks, settings)
 		})
 	}
 }
@@ -57,6 +52,9 @@ func TestZombieOfEachOrderCommitsNothing(t *testing.T) {
 func zombieCommitsNothing(t *testing.T, parks bool, settings func(*consumer.Config)) {
 	t.Helper()
 	h := newHarness(t, 1)
+	if parks {
+		h.rewind(0, "") // a position is stored from the beginning
+	}
 	h.exec(notesEpochs)
 	var first atomic.Bool
 	begun, goOn := make(chan struct{}), make(chan struct{})
@@ -130,10 +128,7 @@ func TestFailoverBehindWorkersLosesNothing(t *testing.T) {
 	for name, settings := range allOrders {
 		bothModes(t, name+", idle", func(t *testing.T, idle bool) {
 			t.Helper()
-			failOverBehind(t, name != "by partition" && !idle, name != "unordered", func(c *consumer.Config) {
-				settings(c)
-				c.Start = consumer.StartLatest
-			})
+			failOverBehind(t, name != "by partition" && !idle, name != "unordered", settings)
 		})
 	}
 }
@@ -141,6 +136,7 @@ func TestFailoverBehindWorkersLosesNothing(t *testing.T) {
 func failOverBehind(t *testing.T, slow, ordered bool, settings func(*consumer.Config)) {
 	t.Helper()
 	h, cluster := ownCluster(t)
+	h.rewind(0, "") // a position is stored from the beginning
 	pool := appPool(t, h)
 	var holding atomic.Bool
 	holding.Store(slow)

@@ -71,7 +71,6 @@ func (s *session) options() []kgo.Opt {
 		kgo.ConsumerGroup(s.consumer.cfg.Group),
 		kgo.ConsumeTopics(s.consumer.cfg.Topics...),
 		// Never start at the latest record, even by default: the records in between would be lost.
-		// Config.Start is resolved when partitions are acquired.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
 		// A position that is no longer in the topic halts then.
 		kgo.ConsumeResetOffset(kgo.NoResetOffset()),

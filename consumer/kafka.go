@@ -143,110 +143,65 @@ func (s *session) commitMarks(ctx context.Context) error {
 	return failed
 }
 
-// contacts lists the topics whose first contact with the group can be stored now, for contactSQL. With
-// StartLatest that needs an answer about every partition, and stores where they begin: at their ends, or
-// (null) at Kafka's offset. Config.Start counts only here: the group was already subscribed when the first
-// records of a recreated topic, or of a partition that was added later, arrived.
-func (a topicLogs) contacts(start Start) (contacts []map[string]any) {
-	first, known := map[string][]map[string]any{}, map[string]*topicLog{}
-	for key, log := range a.logs {
-		next := &log.end
-		if origin := log.committed.origin(log); origin != commitNone && origin != commitStale {
-			next = nil
-		}
-		first[key.topic] = append(first[key.topic], map[string]any{"partition": key.partition, "next": next})
-		known[key.topic] = log
-	}
-	for topic, log := range known {
-		met := map[string]any{"topic": topic, "topic_id": nullable(log.topicID), "partitions": log.partitions, "first": []any{}}
-		if start == StartLatest {
-			met["first"] = first[topic]
-		}
-		if start != StartLatest || len(first[topic]) == int(log.partitions) {
-			contacts = append(contacts, met)
-		}
-	}
-	return contacts
-}
-
 // askMax bounds a request to the brokers about partitions: if one leader does not answer, the other
 // partitions must still begin.
 const askMax = 5 * time.Second
 
 var errNoAnswer = errors.New("no answer about the partition")
 
-// topicLogs is Kafka's answer about partitions, and the partitions without an answer.
-type topicLogs struct {
-	logs   map[topicPartition]*topicLog
-	silent map[topicPartition]error
-}
-
 // compare orders partitions. Rows are locked in this order.
 func (k topicPartition) compare(other topicPartition) int {
 	return cmp.Or(strings.Compare(k.topic, other.topic), cmp.Compare(k.partition, other.partition))
 }
 
-// ask asks Kafka about partitions. A partition without an answer is not an error: it is in silent.
-func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, error) {
-	answer := topicLogs{logs: map[topicPartition]*topicLog{}, silent: map[topicPartition]error{}}
+// ask asks Kafka about partitions. One without an answer waits, which is not an error.
+func (s *session) ask(ctx context.Context, holds []*hold) error {
 	admin := kadm.NewClient(s.client)
-	metadata, err := admin.Metadata(ctx, topicsOf(keys)...)
+	topics := topicsOf(holds)
+	metadata, err := admin.Metadata(ctx, topics...)
 	if err != nil {
-		return answer, fmt.Errorf("ask Kafka for topics: %w", err)
+		return fmt.Errorf("ask Kafka for topics: %w", err)
 	}
 	s.mu.Lock()
 	s.cluster = metadata.Cluster
 	s.mu.Unlock()
 	committed, err := admin.FetchOffsets(ctx, s.consumer.cfg.Group)
 	if err != nil {
-		return answer, fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
+		return fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
 	}
-	keys = slices.Clone(keys)
-	// A group that begins at the end of a topic needs the ends of all its partitions at the first
-	// contact.
-	for name, topic := range metadata.Topics {
-		for number := range topic.Partitions {
-			if s.consumer.cfg.Start == StartLatest && topic.Err == nil {
-				keys = append(keys, topicPartition{name, number})
-			}
-		}
-	}
-	slices.SortFunc(keys, topicPartition.compare)
-	keys = slices.Compact(keys)
 	limited, cancel := context.WithTimeout(ctx, askMax)
 	defer cancel()
 	var firsts, ends kadm.ListedOffsets
 	var firstErr, endErr error // some leaders did not answer
 	var asking sync.WaitGroup
-	asking.Go(func() { firsts, firstErr = admin.ListStartOffsets(limited, topicsOf(keys)...) })
-	asking.Go(func() { ends, endErr = admin.ListEndOffsets(limited, topicsOf(keys)...) })
+	asking.Go(func() { firsts, firstErr = admin.ListStartOffsets(limited, topics...) })
+	asking.Go(func() { ends, endErr = admin.ListEndOffsets(limited, topics...) })
 	asking.Wait()
-	for _, key := range keys {
-		topic := metadata.Topics[key.topic]
-		first, hasFirst := firsts.Lookup(key.topic, key.partition)
-		end, hasEnd := ends.Lookup(key.topic, key.partition)
-		offset, known := committed.Lookup(key.topic, key.partition)
+	for _, h := range holds {
+		topic := metadata.Topics[h.topic]
+		first, hasFirst := firsts.Lookup(h.topic, h.partition)
+		end, hasEnd := ends.Lookup(h.topic, h.partition)
+		offset, known := committed.Lookup(h.topic, h.partition)
 		err := cmp.Or(topic.Err, first.Err, end.Err, offset.Err)
 		if err == nil && (!hasFirst || !hasEnd || first.Offset < 0 || end.Offset < first.Offset) {
 			err = errors.Join(errNoAnswer, firstErr, endErr) // a client would read a negative offset as the end of the topic
 		}
 		if err != nil {
-			answer.silent[key] = fmt.Errorf("ask Kafka about %s/%d: %w", key.topic, key.partition, err)
+			h.waits = fmt.Errorf("ask Kafka about %s/%d: %w", h.topic, h.partition, err)
 			continue
 		}
-		log := &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), partitions: int32(len(topic.Partitions)), first: first.Offset, end: end.Offset}
+		h.log = &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), first: first.Offset, end: end.Offset}
 		if known && offset.At >= 0 {
-			log.committed = &committedOffset{offset.At, offset.Metadata}
+			h.log.committed = &committedOffset{offset.At, offset.Metadata}
 		}
-		answer.logs[key] = log
 	}
-	return answer, nil
+	return nil
 }
 
-func topicsOf(keys []topicPartition) []string {
+func topicsOf(holds []*hold) []string {
 	var names []string
-	for _, key := range keys {
-		names = append(names, key.topic)
+	for _, h := range holds {
+		names = append(names, h.topic)
 	}
 	slices.Sort(names)
 	return slices.Compact(names)

@@ -9,6 +9,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -136,6 +137,13 @@ func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selec
 				why.reason, text, why.attempts, why.state(p.behind), why.wait)
 		}
 	}
+}
+
+func nullable(id uuid.UUID) *uuid.UUID {
+	if id == uuid.Nil {
+		return nil
+	}
+	return &id
 }
 
 // isText reports whether the database can store the name of a header.

@@ -15,24 +15,6 @@ SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2,
 const advanceSQL = `-- consumer.advance
 SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7)`
 
-// contactSQL records the first contact of a group with topics. If the group begins at the ends of
-// the topics, the same statement stores all positions: if two consumers start together, one decides
-// and the other waits for it here.
-const contactSQL = `-- consumer.contact
-WITH topics AS (
-  SELECT * FROM pg_catalog.jsonb_to_recordset($2::jsonb) AS t (topic text, topic_id uuid, partitions int, first jsonb)
-), met AS (
-  INSERT INTO effectonce.consumer_topics (consumer_group, topic, topic_id, partitions)
-  SELECT $1, topic, topic_id, partitions FROM topics ORDER BY topic
-  ON CONFLICT (consumer_group, topic) DO NOTHING
-  RETURNING topic
-)
-INSERT INTO effectonce.consumer_positions (consumer_group, topic, topic_id, partition, next_offset, held_offset, epoch)
-SELECT $1, t.topic, t.topic_id, f.partition, f.next, f.next, 0
-FROM topics t JOIN met USING (topic) CROSS JOIN LATERAL pg_catalog.jsonb_to_recordset(t.first) AS f (partition int, next bigint)
-ORDER BY t.topic, f.partition
-ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
-
 // rowsSQL inserts missing rows, so that each partition has a row to lock.
 const rowsSQL = `-- consumer.rows
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, epoch)
@@ -45,8 +27,7 @@ ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 const lockSQL = `-- consumer.lock
 SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_to, p.rewound_from, p.handled_by, p.handled_rule,
   p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time(),
-  EXISTS (SELECT FROM effectonce.consumer_pauses c WHERE c.consumer_group = $1 AND c.topic = p.topic),
-  EXISTS (SELECT FROM effectonce.consumer_topics c WHERE c.consumer_group = $1 AND c.topic = p.topic)
+  EXISTS (SELECT FROM effectonce.consumer_pauses c WHERE c.consumer_group = $1 AND c.topic = p.topic)
 FROM effectonce.consumer_positions p
 WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))
 ORDER BY p.topic, p.partition
@@ -252,7 +233,7 @@ UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($
 func newQueries(schema string) map[string]string {
 	queries := map[string]string{}
 	for _, sql := range []string{
-		settingsSQL, primarySQL, guardSQL, contactSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
+		settingsSQL, primarySQL, guardSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
 		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
 		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL, otherNameSQL,
 	} {

@@ -24,18 +24,16 @@ type storedPosition struct {
 	heldOffset  *int64 // where the last holder began
 	stuck       int
 	paused      bool      // an operator paused the topic
-	met         bool      // the group has met the topic: see contacts
 	server      time.Time // start time of the server that the row was read from
 }
 
 // topicLog is what Kafka knows about a partition.
 type topicLog struct {
-	cluster    string    // empty: the brokers have none
-	topicID    uuid.UUID // zero: the brokers have none
-	partitions int32     // of the topic
-	first      int64     // offset of the earliest record
-	end        int64     // offset after the last record
-	committed  *committedOffset
+	cluster   string    // empty: the brokers have none
+	topicID   uuid.UUID // zero: the brokers have none
+	first     int64     // offset of the earliest record
+	end       int64     // offset after the last record
+	committed *committedOffset
 }
 
 // known is everything that decides where a partition begins.
@@ -143,8 +141,7 @@ func (k known) order() decision {
 	return decision{at: at, next: &at, moved: true, ordered: true, why: "an operator ordered where it resumes"}
 }
 
-// begin decides for a partition without a position. Config.Start was resolved at the group's first
-// contact with the topic.
+// begin decides for a partition without a position.
 func (k known) begin() decision {
 	d := decision{at: k.log.first, why: "no position is stored: begins at the start of the topic"}
 	if k.recreated() {

@@ -212,27 +212,6 @@ func TestRewindsKeepWhatWasHandled(t *testing.T) {
 	require.Nil(t, k.row.handledTo)
 }
 
-// Property: a group at its first contact with a topic begins at the end of every partition for
-// which Kafka has no offset of its own, and nowhere else at an end.
-func TestFirstPositions(t *testing.T) {
-	t.Parallel()
-	log := func(committed *committedOffset) *topicLog {
-		return &topicLog{cluster: "cluster", topicID: startTopic, partitions: 3, first: 1, end: 9, committed: committed}
-	}
-	answer := topicLogs{logs: map[topicPartition]*topicLog{
-		{"t", 0}: log(nil), {"t", 1}: log(&committedOffset{4, ""}), {"t", 2}: log(&committedOffset{4, commitMetadata("cluster", earlierTopic, 4)}),
-	}}
-	met := answer.contacts(StartLatest)
-	require.Len(t, met, 1)
-	end := int64(9)
-	require.ElementsMatch(t, []map[string]any{
-		{"partition": int32(0), "next": &end}, {"partition": int32(1), "next": (*int64)(nil)}, {"partition": int32(2), "next": &end},
-	}, met[0]["first"], "Kafka's own offset counts")
-	require.Empty(t, answer.contacts(StartEarliest)[0]["first"])
-	delete(answer.logs, topicPartition{"t", 0})
-	require.Empty(t, answer.contacts(StartLatest), "the ends of all partitions must be known")
-}
-
 // Property: holders that were killed while the partition had nothing for them are no sign of a message that
 // ends the process.
 func TestKilledHoldersOfAnIdlePartitionHaveNoSuspects(t *testing.T) {

@@ -192,7 +192,7 @@ const (
 // effect describes what an order skips or repeats, as far as that is known.
 func effect(position *int64, at int64, extent *Extent) string {
 	if position == nil {
-		return "nothing of the partition is handled yet; the order decides where it begins, in place of Config.Start"
+		return "nothing of the partition is handled yet; the order decides where it begins, in place of Kafka's offset"
 	}
 	switch { // a known place is compared like an offset
 	case extent != nil && at == AtEarliest:

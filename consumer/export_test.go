@@ -166,6 +166,10 @@ type Rule struct {
 	Verdict string
 }
 
+func (v verdict) String() string {
+	return [...]string{"repeat", "wait", "fenced", "divide", "count", "park"}[v]
+}
+
 // Rules lists the table.
 func Rules() []Rule {
 	list := make([]Rule, len(rules))

@@ -74,10 +74,6 @@ const (
 	verdictPark
 )
 
-func (v verdict) String() string {
-	return [...]string{"repeat", "wait", "fenced", "divide", "count", "park"}[v]
-}
-
 // rule is one row of the table that decides what a failure means.
 type rule struct {
 	name    string // for docs/design.md and tests

@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkaclient"
+	"github.com/effectonce/effectonce/internal/say"
 )
 
 // session is one membership in the group: a client and the partitions that Kafka assigned to it.
@@ -32,7 +33,7 @@ type session struct {
 
 	assigning  sync.Mutex     // one goroutine at a time acquires or releases partitions: see release
 	committing sync.Mutex     // the same for commits to Kafka
-	warned     time.Time      // when the poll loop last logged a warning
+	said       say.Lines      // what repeats
 	looking    sync.WaitGroup // goroutines that look after the partitions while the session polls
 }
 
@@ -51,8 +52,6 @@ const (
 	// pollMax bounds the records of one poll. Pausing a partition bounds the records that wait for
 	// it.
 	pollMax = 5000
-	// warnEvery limits how often errors that repeat with each fetch are logged.
-	warnEvery = time.Second
 	// markMax bounds a commit to Kafka, leaveMax the end of a session.
 	markMax  = 5 * time.Second
 	leaveMax = 5 * time.Second
@@ -160,9 +159,10 @@ func (s *session) fetchFailed(ctx context.Context, fetched kgo.FetchTopicPartiti
 		s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
 	case isUnreadable(fetched):
 		s.unreadable(topicPartition{topic, partition}, err)
-	case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
-		s.warned = time.Now()
-		s.consumer.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.consumer.cfg.Group, "topic", topic, "partition", partition, "error", err)
+	case !errors.Is(err, context.Canceled):
+		if times, due := s.said.Due("fetch", false); due {
+			s.consumer.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.consumer.cfg.Group, "topic", topic, "partition", partition, "error", err, "times", times)
+		}
 	}
 }
 

@@ -32,12 +32,11 @@ const (
 	commitNone    commitOrigin = iota // nothing is committed
 	commitOurs                        // a consumer of this library, for this topic
 	commitStale                       // the same, for an earlier topic of this name in this cluster
-	commitMoved                       // the same, and another program changed the offset afterwards
-	commitForeign                     // another program, or a mirror of another cluster
+	commitForeign                     // another program, perhaps over one of ours, or a mirror of another cluster
 )
 
 func (o commitOrigin) String() string {
-	return [...]string{"none", "committed by this consumer", "of an earlier topic", "moved by another program", "committed by another program"}[o]
+	return [...]string{"none", "committed by this consumer", "of an earlier topic", "committed by another program"}[o]
 }
 
 // The metadata of a commit names the log that it belongs to. Otherwise an offset of a topic that
@@ -64,10 +63,8 @@ func (c *committedOffset) origin(log *topicLog) commitOrigin {
 	}
 	topicID, err := uuid.Parse(said[2])
 	switch {
-	case err != nil:
+	case err != nil, said[3] != strconv.FormatInt(c.offset, 10):
 		return commitForeign
-	case said[3] != strconv.FormatInt(c.offset, 10):
-		return commitMoved
 	case topicID != uuid.Nil && log.topicID != uuid.Nil && topicID != log.topicID:
 		return commitStale
 	default:

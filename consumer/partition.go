@@ -51,9 +51,9 @@ type partition struct {
 	does     condition       // the worst of them
 	stored   string          // of one of them
 
-	during   uint64                    // this poll, and earlier ones, may return records that were fetched before the partition began
-	looked   chan struct{}             // buffers one signal: parked messages are due
-	lookedAt struct{ seen, end int64 } // what the watchdog saw last
+	during   uint64        // this poll, and earlier ones, may return records that were fetched before the partition began
+	looked   chan struct{} // buffers one signal: parked messages are due
+	lookedAt int64         // where it was when the watchdog last missed records; -1: it missed none
 
 	given []*kgo.Record // by Deliver: the partition ends behind the last one; nil: the records come from Kafka
 	ended bool          // everything is done
@@ -71,7 +71,7 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
 		pos: pos, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
 		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: &breaker{shareMax: c.cfg.ParkShareMax},
-		marked: func(int64) {}, committed: func(outcome) {}, troubles: map[any]trouble{}, looked: make(chan struct{}, 1),
+		marked: func(int64) {}, committed: func(outcome) {}, troubles: map[any]trouble{}, lookedAt: -1, looked: make(chan struct{}, 1),
 	}
 	p.ctx, p.cancel = context.WithCancel(ctx)
 	p.does.become(StateRunning, nil)
@@ -199,10 +199,9 @@ func (p *partition) compare(end int64) (atEnd, stuck bool, seen int64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	missing := end > b.seen && b.fetches && !b.ended && b.waiting == 0
-	stuck = missing && p.lookedAt.end > p.lookedAt.seen && p.lookedAt.seen == b.seen
-	p.lookedAt.seen, p.lookedAt.end = b.seen, end
-	if !missing {
-		p.lookedAt.end = b.seen
+	stuck = missing && p.lookedAt == b.seen
+	if p.lookedAt = -1; missing {
+		p.lookedAt = b.seen
 	}
 	return end <= b.seen, stuck, b.seen
 }

@@ -11,8 +11,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
-
-	"github.com/effectonce/effectonce/internal/say"
 )
 
 const (
@@ -28,10 +26,9 @@ const (
 func (s *session) watch(ctx context.Context) {
 	ticker := time.NewTicker(s.consumer.watchEvery)
 	defer ticker.Stop()
-	var said say.Lines
 	do := func(what string, f func(context.Context) error) {
 		if err := f(ctx); err != nil && ctx.Err() == nil {
-			if times, due := said.Due(what, false); due {
+			if times, due := s.said.Due(what, false); due {
 				s.consumer.cfg.Logger.WarnContext(ctx, "could not "+what+"; will retry", "group", s.consumer.cfg.Group, "error", err, "times", times)
 			}
 		}
@@ -199,16 +196,10 @@ type atEnd struct {
 
 // look stores which partitions are at their end, so that idle ones do not delay the removal of
 // claims. A partition that an open transaction of another program holds back is not at its end: its
-// records may be older than claims that would be removed. look also detects a stuck client, and logs
-// halted partitions again.
+// records may be older than claims that would be removed. look also detects a stuck client.
 func (s *session) look(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, acquisitionMax)
 	defer cancel()
-	for _, p := range s.consumer.Status().Partitions { // not under the mutex: a logger may ask for the status
-		if p.State == StateHalted {
-			s.consumer.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.cfg.Group, "topic", p.Topic, "partition", p.Partition, "error", p.Err)
-		}
-	}
 	partitions := s.working()
 	if len(partitions) == 0 {
 		return nil

@@ -204,7 +204,7 @@ func (c *Consumer) queueClaim(batch *pgx.Batch, w *work, got *claimed) (decide f
 func claims(msgs []*Message) []dedup.Message {
 	list := make([]dedup.Message, len(msgs))
 	for i, msg := range msgs {
-		list[i] = dedup.Message{ID: msg.ID, Fingerprint: msg.fingerprint()}
+		list[i] = dedup.Message{ID: msg.ID, Fingerprint: dedup.Fingerprint(msg.Key, msg.Value)}
 	}
 	return list
 }

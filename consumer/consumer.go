@@ -319,12 +319,7 @@ func (c *Consumer) logStart(ctx context.Context) {
 }
 
 // readable formats a duration for a log line. A JSON log handler would print nanoseconds.
-func readable(d time.Duration) string {
-	if d >= time.Second {
-		return d.Round(10 * time.Millisecond).String()
-	}
-	return d.Round(time.Millisecond / 10).String()
-}
+func readable(d time.Duration) string { return d.Round(time.Millisecond).String() }
 
 // engineBackoff is the pause before what no message made fail is tried again: it may not take the hour
 // that Config.RetryMin may give a message.

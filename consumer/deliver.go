@@ -69,7 +69,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	p.refused = func(f *failure) {
 		mu.Lock()
 		defer mu.Unlock()
-		refused = f
+		refused = f.err
 	}
 	p.given = records
 	p.backlog.start(math.MinInt64)

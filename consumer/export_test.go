@@ -166,6 +166,9 @@ type Rule struct {
 	Verdict string
 }
 
+func (f *failure) Error() string { return f.err.Error() }
+func (f *failure) Unwrap() error { return f.err }
+
 func (v verdict) String() string {
 	return [...]string{"repeat", "wait", "fenced", "divide", "count", "park"}[v]
 }

@@ -47,9 +47,6 @@ type failure struct {
 // engineFailure is a failure of a statement of the engine.
 func engineFailure(err error) *failure { return &failure{origin: originEngine, err: err} }
 
-func (f *failure) Error() string { return f.err.Error() }
-func (f *failure) Unwrap() error { return f.err }
-
 // state is the SQLSTATE of a failure; empty: the server did not answer with one.
 func (f *failure) state() string { return pgerr.State(f.err) }
 

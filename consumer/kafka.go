@@ -154,7 +154,11 @@ func (k topicPartition) compare(other topicPartition) int {
 // ask asks Kafka about partitions. One without an answer waits, which is not an error.
 func (s *session) ask(ctx context.Context, holds []*hold) error {
 	admin := kadm.NewClient(s.client)
-	topics := topicsOf(holds)
+	var topics []string // holds are sorted
+	for _, h := range holds {
+		topics = append(topics, h.topic)
+	}
+	topics = slices.Compact(topics)
 	metadata, err := admin.Metadata(ctx, topics...)
 	if err != nil {
 		return fmt.Errorf("ask Kafka for topics: %w", err)
@@ -193,15 +197,6 @@ func (s *session) ask(ctx context.Context, holds []*hold) error {
 		}
 	}
 	return nil
-}
-
-func topicsOf(holds []*hold) []string {
-	var names []string
-	for _, h := range holds {
-		names = append(names, h.topic)
-	}
-	slices.Sort(names)
-	return slices.Compact(names)
 }
 
 func commitError(response *kmsg.OffsetCommitResponse) error {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
@@ -34,7 +35,7 @@ func (l *lane) work() {
 		next := p.backlog.take(p.consumer.cfg.Workers, l.batch())
 		if len(next.lines) == 0 {
 			select {
-			case <-p.stopping:
+			case <-p.active.Done():
 			case <-p.backlog.wake:
 			}
 			continue
@@ -175,8 +176,8 @@ func (l *lane) settle(msgs []*Message, f *failure, v verdict) (left []*Message, 
 		l.later.add(msgs[0], next)
 		return msgs[1:], true
 	case next.wait > 0:
-		if l.pause(next.wait); len(msgs) == 1 || l.p.stopped() {
-			return msgs, !l.p.stopped()
+		if alive := pause.For(l.p.active, next.wait); len(msgs) == 1 || !alive {
+			return msgs, alive
 		}
 		return msgs[1:], l.finish(msgs[:1]) // it is tried again alone
 	}
@@ -351,8 +352,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 		t.stored = fmt.Sprintf("%s, attempt %d: %v", t.text, waits, f.err)
 	}
 	l.p.suffers(l, slog.LevelWarn, t, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
-	l.pause(wait)
-	return !l.p.stopped()
+	return pause.For(l.p.active, wait)
 }
 
 // waitsStored is after how many consecutive waits the reason is stored in the position, where
@@ -365,15 +365,4 @@ func (l *lane) databaseAnswers() bool {
 	defer cancel()
 	var primary bool
 	return l.p.consumer.pool.QueryRow(ctx, l.p.consumer.sql[primarySQL]).Scan(&primary) == nil && primary
-}
-
-// pause waits for d, or until the lane must stop.
-func (l *lane) pause(d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-l.p.stopping:
-	case <-l.p.ctx.Done():
-	}
 }

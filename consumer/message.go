@@ -193,8 +193,6 @@ func coordinatesID(m *Message) uuid.UUID {
 func (m *Message) underCoordinates() *Message {
 	own, id := *m, coordinatesID(m)
 	own.original = m
-	own.ID = dedup.MessageID(reservedScope+"conflict:"+m.Topic, binary.BigEndian.AppendUint32(id[:], uint32(m.fingerprint())))
+	own.ID = dedup.MessageID(reservedScope+"conflict:"+m.Topic, binary.BigEndian.AppendUint32(id[:], uint32(dedup.Fingerprint(m.Key, m.Value))))
 	return &own
 }
-
-func (m *Message) fingerprint() int32 { return dedup.Fingerprint(m.Key, m.Value) }

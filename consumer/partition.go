@@ -23,8 +23,8 @@ type partition struct {
 	consumer *Consumer
 	ctx      context.Context //nolint:containedctx // the life of the partition; when it ends, transactions roll back
 	cancel   context.CancelFunc
-	stopping chan struct{} // closed: no further transaction, no further attempt
-	once     sync.Once
+	active   context.Context    //nolint:containedctx // when it ends, no further transaction and no further attempt begin
+	stop     context.CancelFunc // ends it
 	done     chan struct{}
 
 	pos     *position
@@ -68,12 +68,13 @@ const idleEvery = 10 * time.Second
 // messages that it may have been handling are suspects.
 func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *position) *partition {
 	p := &partition{
-		consumer: c, stopping: make(chan struct{}), done: make(chan struct{}),
+		consumer: c, done: make(chan struct{}),
 		pos: pos, name: c.ids[pos.topic], scope: c.names[pos.topic], alias: c.cfg.alias(pos.topic),
 		backlog: newBacklog(client, topicPartition{pos.topic, pos.partition}, c.cfg.Order, c.cfg.BatchMax), held: newHeldKeys(), breaker: &breaker{shareMax: c.cfg.ParkShareMax},
 		marked: func(int64) {}, committed: func(outcome) {}, troubles: map[any]trouble{}, lookedAt: -1, looked: make(chan struct{}, 1),
 	}
 	p.ctx, p.cancel = context.WithCancel(ctx)
+	p.active, p.stop = context.WithCancel(p.ctx)
 	p.does.become(StateRunning, nil)
 	if p.lane = p.newLane(); pos.stuck > 0 && c.cfg.OnFailure != OnFailureBlock {
 		p.suspects.Store(int64(p.lane.size * c.cfg.Workers))
@@ -84,16 +85,7 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 
 func (p *partition) key() topicPartition { return p.backlog.key }
 
-func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
-
-func (p *partition) stopped() bool {
-	select {
-	case <-p.stopping:
-		return true
-	default:
-		return p.ctx.Err() != nil
-	}
-}
+func (p *partition) stopped() bool { return p.active.Err() != nil }
 
 // run handles messages until the partition is stopped, or, with Deliver, until all are done.
 func (p *partition) run() {
@@ -162,9 +154,7 @@ func (p *partition) dispatch() (finished bool) {
 				busy = false
 				tick.Reset(p.consumer.idleEvery)
 			}
-		case <-p.stopping:
-			return false
-		case <-p.ctx.Done():
+		case <-p.active.Done():
 			return false
 		}
 	}

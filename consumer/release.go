@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -98,7 +99,7 @@ func (l *lane) release(list []due) bool {
 	}
 	if len(msgs) == 0 {
 		if l.p.given != nil { // Deliver does not poll
-			l.pause(l.p.consumer.watchEvery)
+			pause.For(l.p.active, l.p.consumer.watchEvery)
 		}
 		return false
 	}

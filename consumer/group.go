@@ -99,10 +99,10 @@ func (s *session) consume(ctx context.Context) error {
 	defer s.looking.Wait()
 	s.looking.Go(func() { s.watch(s.life) })
 	for s.life.Err() == nil {
-		s.fetch(s.life)
+		s.fetch(s.life) //nolint:contextcheck // it is derived from ctx
 	}
 	s.drain(ctx)
-	return context.Cause(s.life)
+	return context.Cause(s.life) //nolint:contextcheck // as above
 }
 
 // drain releases all partitions, and logs it.

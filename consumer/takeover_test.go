@@ -198,6 +198,7 @@ func TestDeletedRecordsHaltThePartition(t *testing.T) {
 func TestLostEndHaltsThePartition(t *testing.T) {
 	t.Parallel()
 	bothModes(t, "claims", func(t *testing.T, claims bool) {
+		t.Helper()
 		h := newHarness(t, 1)
 		change := byPosition
 		if claims {

@@ -120,7 +120,7 @@ func (s *session) poll(ctx context.Context) error {
 		}
 	}
 	for i, p := range workers {
-		if p != nil && p.halt(paused[i]) {
+		if p != nil && p.halt(paused[i]) { //nolint:contextcheck // the partition has its own
 			text := "an operator paused the topic for the group: the partition waits"
 			if !paused[i] {
 				text = "an operator resumed the topic for the group"

@@ -10,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // bare converts records to messages with no more than an offset and headers.
@@ -205,5 +206,28 @@ func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
 	b = &breaker{shareMax: 1}
 	for range 150 {
 		require.True(t, park(b), "a share of 1 never pauses")
+	}
+}
+
+// Property: the worst of a partition's troubles is its state, and what is stored of one stays stored
+// beside those of which nothing is, until it ends.
+func TestTroublesAreRecordedTogether(t *testing.T) {
+	t.Parallel()
+	c, err := New(pgtest.Pool(t), nil, Each(nil), Config{Group: "g", Topics: []string{"t"}})
+	require.NoError(t, err)
+	p := c.newPartition(t.Context(), nil, &position{topic: "t"})
+	for range 300 { // in any order of the map
+		p.record(1, &trouble{state: StateRunning, err: errPool})
+		p.record(2, &trouble{StateBlocked, errIdle, "a text", "why"})
+		p.record(2, &trouble{state: StateBlocked, err: errIdle})
+		require.Equal(t, "why", p.stored)
+		require.Equal(t, StateBlocked, p.does.state)
+		p.record(2, nil)
+		require.Empty(t, p.stored)
+		require.Equal(t, StateRunning, p.does.state)
+		require.ErrorIs(t, p.does.err, errPool)
+		p.record(1, nil)
+		require.NoError(t, p.does.err)
+		require.False(t, p.troubled.Load())
 	}
 }

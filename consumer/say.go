@@ -55,7 +55,7 @@ func (p *partition) record(who any, now *trouble) {
 		if t.state.severity() > worst.state.severity() || t.state == worst.state && worst.err == nil {
 			worst = t
 		}
-		if stored == "" || t.stored == p.stored {
+		if t.stored != "" && (stored == "" || t.stored == p.stored) {
 			stored = t.stored
 		}
 		if t.text == over {

@@ -159,13 +159,6 @@ func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int6
 	return found.Published, nil
 }
 
-// TickWithin reports whether what is visible in a snapshot is visible in another one.
-func TickWithin(snapshot string, seqLast int64, other string, otherSeqLast int64) bool {
-	a, err := newTick(snapshot, seqLast)
-	b, otherErr := newTick(other, otherSeqLast)
-	return err == nil && otherErr == nil && a.within(b)
-}
-
 // The statements on dead rows, for tests of their plans.
 const (
 	DeadSettingsSQL  = deadSettingsSQL

@@ -149,14 +149,15 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	return l, nil
 }
 
-// begin finds where a lease begins: at stored progress, or, in another cluster, after a recovery.
+// begin finds where a lease begins: at stored progress, or after a recovery: in another cluster, and
+// where SetShards has left only a floor.
 func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, to *int64) error {
 	moved, err := l.cluster.movedFrom(known)
 	if err != nil {
 		return err
 	}
 	switch {
-	case moved:
+	case moved, from == 0 && l.cursor.floor > 0:
 		to = nil
 		if from, err = r.recover(ctx, l, known); err != nil {
 			return err

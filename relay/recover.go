@@ -27,14 +27,14 @@ func (c cluster) movedFrom(known cluster) (bool, error) {
 	return false, nil
 }
 
-// recover makes progress usable again in another cluster (dump and restore, pg_upgrade). Transaction
-// ids belong to one cluster, so the stored ticks mean nothing here. Only the floor is certain: everything up to it is
-// published. Everything above it is published again (duplicates under the same IDs, never a loss).
+// recover makes progress usable again in another cluster (dump and restore, pg_upgrade) and with
+// another number of shards. Transaction ids belong to one cluster, so the stored ticks mean nothing in
+// another one. Only the floor is certain: everything up to it is published. Everything above it is published again (duplicates under the same IDs, never a loss).
 // Progress becomes a tick in which nothing is visible, and rows with transaction ids of another
 // cluster get one of this cluster.
 func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, error) {
-	r.cfg.Logger.ErrorContext(ctx, "the outbox is in another database cluster than before: everything above the floor is published again, so consumers will see duplicates",
-		"relay", r.cfg.Name, "shard", l.shard, "floor", l.cursor.floor, "system_identifier_before", deref(known.system), "system_identifier", deref(l.cluster.system))
+	r.cfg.Logger.ErrorContext(ctx, "the outbox is in another database cluster than before, or the number of shards was changed: everything above the floor is published again, so consumers will see duplicates",
+		"relay", r.cfg.Name, "shard", l.shard, "shards", l.shards, "floor", l.cursor.floor, "system_identifier_before", deref(known.system), "system_identifier", deref(l.cluster.system))
 	// Not the first tick, which every database has: progress in Kafka that names it would also
 	// match a database that went back.
 	begin, err := newTick("1:1:", l.cursor.floor)

@@ -13,10 +13,12 @@ SELECT coalesce(pg_catalog.array_agg(owner ORDER BY owner), '{}') FROM (
 const lockProgressSQL = `-- relay.lock_progress
 SELECT FROM effectonce.outbox_progress WHERE relay = $1 ORDER BY shard FOR UPDATE`
 
-const positionsSQL = `-- relay.positions
-SELECT p.tick, p.seq, p.next_tick, p.floor, p.epoch, p.published, p.system_identifier, p.timeline, t.snapshot::text, t.seq_last
-FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
-WHERE p.relay = $1 ORDER BY p.shard`
+// oldShardsSQL returns how many shards of $2 were ever leased, their lowest floor (0: one of them never
+// was), an epoch above theirs, what they published, and the latest cluster.
+const oldShardsSQL = `-- relay.old_shards
+SELECT count(*), coalesce(CASE WHEN count(*) >= $2 THEN pg_catalog.min(floor) END, 0), coalesce(pg_catalog.max(epoch), 0) + 1,
+  coalesce(pg_catalog.sum(published), 0)::bigint, pg_catalog.min(system_identifier), pg_catalog.max(timeline)
+FROM effectonce.outbox_progress_now WHERE relay = $1`
 
 const dropShardsSQL = `-- relay.drop_shards
 DELETE FROM effectonce.outbox_progress WHERE relay = $1`
@@ -26,14 +28,15 @@ INSERT INTO effectonce.outbox_progress (relay, shard, shards, epoch, system_iden
 SELECT $1, s.shard, $2, $3, $4, $5 FROM generate_series(0, $2::int - 1) AS s (shard)`
 
 // beginChainsSQL continues the chain of each shard that there was or will be, with the next number: a
-// holder that does not know about the change finds it taken. Shards that go away get an end.
+// holder that does not know about the change finds it taken. Shards that go away get an end. The others
+// get tick 0 and the floor $4, from which the next holder recovers: see Relay.begin.
 const beginChainsSQL = `-- relay.begin_chains
 WITH newest AS (
   SELECT DISTINCT ON (shard) shard, n, journal_offset FROM effectonce.outbox_advances WHERE relay = $1 ORDER BY shard, n DESC
 )
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
-SELECT $1, s.shard, coalesce(n.n, 0) + 1, CASE WHEN s.shard < $2 THEN $3::bigint ELSE -1 END, $4, $5, $6, $7,
-  CASE s.shard WHEN 0 THEN $8::bigint ELSE 0 END, n.journal_offset
+SELECT $1, s.shard, coalesce(n.n, 0) + 1, CASE WHEN s.shard < $2 THEN $3::bigint ELSE -1 END, 0, NULL, 0, $4,
+  CASE s.shard WHEN 0 THEN $5::bigint ELSE 0 END, n.journal_offset
 FROM (SELECT shard FROM newest UNION SELECT g.shard FROM generate_series(0, $2::int - 1) AS g (shard)) AS s LEFT JOIN newest n USING (shard)`
 
 const clearChainsSQL = `-- relay.clear_chains

@@ -28,10 +28,9 @@ func newShards(s *cli.Settings) *cobra.Command {
 how many replicas can publish; each shard reads the whole outbox, so more shards than replicas gain nothing.
 
 Stop all replicas of the relay first, and start them afterwards. Exit status 1 while a replica is alive, or holds a lease
-that is not over: after a kill that takes up to its --lease. Every shard begins where the slowest one was, so rows that
-the others had published are published again, under the same IDs, also with --exactly-once; so is a dead row of these
-that was discarded. The rows of a key stay in order and nothing is lost. The change is recorded. "outbox-relay
-positions" shows the shards.`,
+that is not over: after a kill that takes up to its --lease. Every shard begins at the floor: what was published since
+the oldest transaction began that was open lately is published again, under the same IDs, also with --exactly-once. The
+rows of a key stay in order and nothing is lost. The change is recorded. "outbox-relay positions" shows the shards.`,
 		Args: cli.Arguments("one number", 1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			number, err := strconv.ParseInt(args[0], 10, 16)

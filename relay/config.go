@@ -44,9 +44,9 @@ type Config struct {
 	ProgressTopic string
 	// SkipDead lets later rows of a key pass a dead row that is itself wrong (ReasonTooLarge,
 	// ReasonRefused, ReasonBadHeaders, ReasonBadPartition). The later rows are published; the dead
-	// row, when it is retried, comes after them. SkipDead also applies to rows that already wait,
-	// so all replicas should agree. Rows whose topic is missing, paused or not allowed still wait
-	// in their order. Default: a dead row holds its key.
+	// row, when it is retried, comes after them. All replicas must agree: rows that wait behind one
+	// already, and later rows of their keys, follow when it is retried or discarded. Rows whose topic
+	// is missing, paused or not allowed still wait in their order. Default: a dead row holds its key.
 	SkipDead bool
 	// TopicPrefix goes before the name of each topic in Kafka. At most 200 letters, digits, dots,
 	// underscores and hyphens. Default: none.
@@ -137,8 +137,8 @@ type Hooks struct {
 	// Away is called with the reason when this replica finds that Kafka, or the receiver of its
 	// Sink, does not take rows, and with nil when it takes rows again.
 	Away func(why error)
-	// Hung is called when the worker of a shard gives no sign of life for longer than a Lease, and
-	// when it gives one again or has ended. The lease of a hung shard is not renewed. Restart the
+	// Hung is called when the worker of a shard gives no sign of life for a Lease and a half, or for a
+	// minute and half a Lease if that is longer, and when it gives one again or has ended. The lease of a hung shard is not renewed. Restart the
 	// process.
 	Hung func(shard int16, hung bool)
 	// Dead is called after a row moved to outbox_dead.

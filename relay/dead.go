@@ -61,11 +61,6 @@ type deadRows struct {
 // turn publishes more dead rows than a page has added behind them, so releasing finishes.
 func (p *publisher) release(work, ctx context.Context) error {
 	d := p.dead
-	if p.once && !d.releasing {
-		if err := d.look.now(ctx); err != nil {
-			return err
-		}
-	}
 	if !d.releasing && !d.look.takeFound() {
 		return nil
 	}
@@ -78,16 +73,12 @@ func (p *publisher) release(work, ctx context.Context) error {
 		}
 		if !more {
 			d.releasing, d.after = false, 0
-			d.look.taken()
 			return nil
 		}
 		published += n
 	}
 	return nil
 }
-
-// more reports whether there are known dead rows that may leave.
-func (d *deadRows) more() bool { return d.releasing || d.once && d.look.handing }
 
 // releaseSome publishes one page of dead rows that may leave. Nothing else is in flight during
 // that, so the rows of a key cannot overtake each other.
@@ -242,16 +233,18 @@ func (d *deadRows) notOwned(ctx context.Context, rows []row) ([]row, error) {
 }
 
 // ask sends a statement on dead rows after its settings, in one round trip and one transaction. The
-// settings end with the transaction.
-func (p *publisher) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	ctx, cancel := p.patient(ctx)
-	defer cancel()
-	return p.askNow(ctx, read, sql, args...)
+// settings end with the transaction. It returns errAnotherRun if the connection leads to another
+// server than that of the lease: dead rows there are not valid for this lease.
+func (d *deadRows) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	defer d.progressed()
+	return d.look.ask(ctx, read, sql, args...)
 }
 
-// askNow is ask with the caller's limit. It returns errAnotherRun if the connection leads to
-// another server than that of the lease: dead rows there are not valid for this lease.
-func (p *publisher) askNow(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+// ask is deadRows.ask without a sign of life: these polls say nothing about the worker.
+func (l *deadLook) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	p := l.publisher
+	ctx, cancel := context.WithTimeoutCause(ctx, p.patience, errNoAnswer)
+	defer cancel()
 	batch := &pgx.Batch{}
 	batch.Queue(p.sql.of(deadSettingsSQL), p.lease.cluster.run)
 	batch.Queue(sql, args...)
@@ -379,16 +372,16 @@ func (d *deadRows) remove(ctx context.Context, published, discarded []int64) err
 	if len(published)+len(discarded) == 0 {
 		return nil
 	}
-	return d.change(ctx, d.ask, d.sql.of(removeDeadSQL()), published, discarded)
+	return d.change(ctx, d.sql.of(removeDeadSQL()), published, discarded)
 }
 
 // change executes a statement that depends on the lease.
-func (p *publisher) change(ctx context.Context, ask func(context.Context, func(pgx.Rows) error, string, ...any) error, sql string, args ...any) error {
+func (d *deadRows) change(ctx context.Context, sql string, args ...any) error {
 	mine := false
-	err := ask(ctx, func(rows pgx.Rows) (err error) {
+	err := d.ask(ctx, func(rows pgx.Rows) (err error) {
 		mine, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
 		return err
-	}, sql, append([]any{p.cfg.Name, p.lease.shard, p.lease.epoch, p.lease.cluster.run, p.cfg.SkipDead}, args...)...)
+	}, sql, append([]any{d.cfg.Name, d.lease.shard, d.lease.epoch, d.lease.cluster.run, d.cfg.SkipDead}, args...)...)
 	if err == nil && !mine {
 		err = errLeaseLost
 	}
@@ -403,5 +396,5 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 		return nil
 	}
 	v := columns(again)
-	return d.change(ctx, d.ask, d.sql.of(holdAgainSQL()), v.seqs, v.reasons, v.errs, v.waits)
+	return d.change(ctx, d.sql.of(holdAgainSQL()), v.seqs, v.reasons, v.errs, v.waits)
 }

@@ -144,11 +144,11 @@ WHERE outbox_dead.id <> excluded.id AND outbox_dead.state = 'discarded' -- of a 
 // must not keep the lease from being renewed. mine is whether the lease is the caller's, epoch $3 of shard
 // $2 in run $4 of the server. The next holder waits until the statement has ended: what it adds behind
 // rows that leave would be missed.
-func next(changes, without string) string {
+func next(changes string) string {
 	return `next AS MATERIALIZED (
   SELECT first.seq FROM (SELECT DISTINCT topic, sha256(key) AS hash FROM leaving WHERE key IS NOT NULL) AS k
   CROSS JOIN LATERAL (SELECT d.seq, d.state FROM effectonce.outbox_dead d
-    WHERE ` + inKey + without + ` AND NOT (d.state = 'held' AND $5` + skipped + `) ` + keyOrder + ` LIMIT 1) AS first
+    WHERE ` + inKey + ` AND d.seq <> ALL (ARRAY(SELECT seq FROM leaving)) AND NOT (d.state = 'held' AND $5` + skipped + `) ` + keyOrder + ` LIMIT 1) AS first
   WHERE first.state = 'behind'),
 locked AS MATERIALIZED (
   SELECT seq FROM effectonce.outbox_dead
@@ -159,8 +159,6 @@ mine AS MATERIALIZED (
 handed AS (UPDATE effectonce.outbox_dead d SET state = 'retry' FROM mine CROSS JOIN next WHERE d.relay = $1 AND d.seq = next.seq AND d.state = 'behind')`
 }
 
-const notLeaving = ` AND d.seq <> ALL (ARRAY(SELECT seq FROM leaving))`
-
 // removeDeadSQL deletes rows that were published ($6), and sets aside those that an operator discarded
 // ($7), if the lease is the caller's. It reports whether it is.
 func removeDeadSQL() string {
@@ -168,7 +166,7 @@ func removeDeadSQL() string {
 WITH leaving AS MATERIALIZED (
   SELECT seq, topic, key FROM effectonce.outbox_dead
   WHERE relay = $1 AND seq = ANY ($6::bigint[] OPERATOR(pg_catalog.||) $7::bigint[]) AND (state = 'discard' OR seq = ANY ($6))),
-` + next("leaving", notLeaving) + `,
+` + next("leaving") + `,
 gone AS (DELETE FROM effectonce.outbox_dead d USING mine CROSS JOIN leaving l WHERE d.relay = $1 AND d.seq = l.seq AND d.seq = ANY ($6)),
 dropped AS (UPDATE effectonce.outbox_dead d SET state = 'discarded' FROM mine CROSS JOIN leaving l WHERE d.relay = $1 AND d.seq = l.seq AND d.seq = ANY ($7) AND d.state = 'discard')
 SELECT EXISTS (SELECT FROM mine)`
@@ -183,20 +181,9 @@ WITH again AS MATERIALIZED (
   FROM effectonce.outbox_dead d JOIN unnest($6::bigint[], $7::text[], $8::text[], $9::text[]) AS f (seq, reason, error, waits_for) USING (seq)
   WHERE d.relay = $1),
 leaving AS MATERIALIZED (SELECT * FROM again WHERE $5` + skipped + `),
-` + next("again", notLeaving) + `,
+` + next("again") + `,
 held AS (UPDATE effectonce.outbox_dead d SET state = 'held', reason = a.reason, error = a.error, waits_for = a.waits_for, attempts = d.attempts + 1
   FROM mine CROSS JOIN again a WHERE d.relay = $1 AND d.seq = a.seq)
-SELECT EXISTS (SELECT FROM mine)`
-}
-
-// skipDeadSQL releases the rows behind dead rows that hold no other row now, and did before: see
-// Config.SkipDead.
-func skipDeadSQL() string {
-	return `-- relay.skip_dead
-WITH leaving AS MATERIALIZED (
-  SELECT d.seq, d.topic, d.key FROM effectonce.outbox_dead d
-  WHERE d.relay = $1 AND d.shard OPERATOR(pg_catalog.%) $6::int = $2::int AND d.key IS NOT NULL AND d.state = 'held' AND $5` + skipped + `),
-` + next("next", "") + `
 SELECT EXISTS (SELECT FROM mine)`
 }
 

@@ -171,5 +171,3 @@ const (
 	MoveToDeadSQL    = moveToDeadSQL
 )
 
-// HandBackMax is the limit of rows of a topic that are handed back at once.
-const HandBackMax = handBackMax

@@ -31,7 +31,7 @@ type publisher struct {
 	lost     chan error // the member reports that the lease is lost
 	patience time.Duration
 	created  []time.Time // buffer of tellDelivered
-	pulse    pulse
+	sign     atomic.Pointer[time.Time] // of life: see progressed
 	worked   atomic.Bool     // rows were acknowledged, or none waited
 	napper   *nap.Napper     // used by loop
 	valid    context.Context // of all records; ends when what is in flight is void
@@ -43,11 +43,11 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), lost: make(chan error, 1), progress: newProgress(r, l)}
 	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
 	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
-	p.pulse.last = time.Now()
+	p.progressed()
 	p.flight.waits, p.flight.acked = p.progressed, p.acknowledged
 	p.reader = newReader(p)
 	l.obeys.set.Store(r.paused.Load()) // safe: nothing is in flight
-	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: newDeadLook(p)}
+	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: &deadLook{publisher: p}}
 	return p
 }
 
@@ -177,6 +177,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer p.reader.stop()
 	defer cancel()
+	looked := false
 	for ctx.Err() == nil {
 		p.progressed()
 		if err := p.followPauses(work, ctx); err != nil {
@@ -204,10 +205,17 @@ func (p *publisher) loop(work, ctx context.Context) error {
 			return err
 		}
 		switch {
-		case read.page.full, p.dead.more():
+		case read.page.full, p.dead.releasing:
 			continue
 		case p.once && read.complete && len(read.page.rows) == 0:
-			return nil
+			if looked {
+				return nil
+			}
+			looked = true // one round: rows that are refused again wait for the next Drain
+			if _, err := p.dead.look.round(ctx); err != nil {
+				return err
+			}
+			continue
 		}
 		p.sleep(ctx, min(due, p.reader.pace.wait), read.woken)
 	}
@@ -220,7 +228,6 @@ func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan str
 		p.napper.Nap(d)
 		return
 	}
-	defer p.expect(d)()
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {

@@ -324,9 +324,7 @@ func TestHungShardIsTakenOver(t *testing.T) {
 	}}
 	var told hooked
 	var said lockedBuffer
-	a := newSinkRelay(t, pool, hangs, relay.Config{Owner: "a", Shards: 2, Lease: 2 * time.Second, Hooks: told.hooks(), Logger: slog.New(slog.NewTextHandler(&said, nil))})
-	a.SetPatience(3 * time.Second) // it counts as hung a second later
-	starts(t, a)
+	starts(t, newSinkRelay(t, pool, hangs, relay.Config{Owner: "a", Shards: 2, Lease: 2 * time.Second, Hooks: told.hooks(), Logger: slog.New(slog.NewTextHandler(&said, nil))}))
 	testwait.True(t, "it holds both", func() bool { return strings.Count(holder(t, pool), "a ") == 2 })
 	insert(t, pool, "a", "k2", "refused")
 	testwait.True(t, "a row is dead", func() bool { return dead(t, pool) == 1 })

@@ -137,8 +137,8 @@ type Hooks struct {
 	// Away is called with the reason when this replica finds that Kafka, or the receiver of its
 	// Sink, does not take rows, and with nil when it takes rows again.
 	Away func(why error)
-	// Hung is called when the worker of a shard gives no sign of life for a Lease and a half, or for a
-	// minute and half a Lease if that is longer, and when it gives one again or has ended. The lease of a hung shard is not renewed. Restart the
+	// Hung is called when the worker of a shard gives no sign of life for longer than a Lease, and
+	// when it gives one again or has ended. The lease of a hung shard is not renewed. Restart the
 	// process.
 	Hung func(shard int16, hung bool)
 	// Dead is called after a row moved to outbox_dead.

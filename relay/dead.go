@@ -236,7 +236,7 @@ func (d *deadRows) notOwned(ctx context.Context, rows []row) ([]row, error) {
 // settings end with the transaction. It returns errAnotherRun if the connection leads to another
 // server than that of the lease: dead rows there are not valid for this lease.
 func (d *deadRows) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	defer d.progressed()
+	defer d.expect(d.patience)()
 	return d.look.ask(ctx, read, sql, args...)
 }
 

@@ -38,7 +38,9 @@ func (t *toTransactions) begin(ctx context.Context) error {
 	if err := t.beginTransactions(ctx); err != nil {
 		return err
 	}
+	ended := t.expect(t.cfg.patience()) // in addition to the waits in which read gives signs of life
 	found, err := t.journal.read(ctx, t.client, t.lease.journal)
+	ended()
 	if err != nil {
 		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
 	}
@@ -329,6 +331,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 			return errLeaseLost
 		}
 		crashpoint.Here(crashpoint.RelayAcknowledged)
+		ended := t.expect(transactionTimeout)
 		// Nothing is buffered. AbortBufferedRecords waits for the client's metadata request for a
 		// new topic, which may still be about to register the topic's partitions (under
 		// unknownTopicsMu, which the call takes). Without the wait, the end of the transaction
@@ -338,6 +341,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 		if err == nil {
 			err = t.client.EndTransaction(ctx, kgo.TryCommit)
 		}
+		ended()
 		if err != nil {
 			return fmt.Errorf("commit a transaction: %w", fromOutlet(err))
 		}
@@ -396,6 +400,7 @@ func (t *toTransactions) abort(ctx context.Context, limit time.Duration) error {
 	if t.begun.IsZero() {
 		return nil
 	}
+	defer t.expect(limit)()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
 	err := t.client.AbortBufferedRecords(ctx)

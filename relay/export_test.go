@@ -170,4 +170,3 @@ const (
 	HoldingSQL       = holdingSQL
 	MoveToDeadSQL    = moveToDeadSQL
 )
-

@@ -307,7 +307,7 @@ func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, erro
 	var last *entry
 	for at := start; at < end; {
 		j.progressed()
-		polling, cancel := context.WithTimeout(ctx, complaintEvery)
+		polling, cancel := j.limited(ctx, complaintEvery, context.DeadlineExceeded)
 		fetches := reader.PollFetches(polling)
 		silent := polling.Err() != nil && ctx.Err() == nil
 		cancel()

@@ -62,8 +62,8 @@ var errSilentBrokers = errors.New("the brokers did not answer in time")
 // context ends.
 func (p *publisher) asking(ctx context.Context) (context.Context, context.CancelFunc) {
 	answered := p.flight.awaits()
-	ctx, cancel := context.WithTimeoutCause(ctx, p.cfg.patience(), errSilentBrokers)
-	return ctx, func() { cancel(); answered(); p.progressed() }
+	ctx, cancel := p.limited(ctx, p.cfg.patience(), errSilentBrokers)
+	return ctx, func() { cancel(); answered() }
 }
 
 // unacknowledgedMax is how long rows may be unacknowledged, or a request unanswered, before the

@@ -219,10 +219,16 @@ var errNoAnswer = errors.New("the database does not answer on this connection, o
 
 func (c *Config) patience() time.Duration { return max(c.Lease, patienceMin) }
 
-// patient is the context of a statement of the work on a shard. Its end is a sign of life.
+// patient is the context of a statement of the work on a shard.
 func (p *publisher) patient(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithTimeoutCause(ctx, p.patience, errNoAnswer)
-	return ctx, func() { cancel(); p.progressed() }
+	return p.limited(ctx, p.patience, errNoAnswer)
+}
+
+// limited is the context of a wait that ends by itself.
+func (p *publisher) limited(ctx context.Context, limit time.Duration, cause error) (context.Context, context.CancelFunc) {
+	ended := p.expect(limit)
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, cause)
+	return ctx, func() { cancel(); ended() }
 }
 
 // silence marks the error of a statement that took longer than its limit.

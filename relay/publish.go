@@ -31,7 +31,7 @@ type publisher struct {
 	lost     chan error // the member reports that the lease is lost
 	patience time.Duration
 	created  []time.Time // buffer of tellDelivered
-	sign     atomic.Pointer[time.Time] // of life: see progressed
+	pulse    pulse
 	worked   atomic.Bool     // rows were acknowledged, or none waited
 	napper   *nap.Napper     // used by loop
 	valid    context.Context // of all records; ends when what is in flight is void
@@ -43,7 +43,7 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), lost: make(chan error, 1), progress: newProgress(r, l)}
 	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
 	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
-	p.progressed()
+	p.pulse.last = time.Now()
 	p.flight.waits, p.flight.acked = p.progressed, p.acknowledged
 	p.reader = newReader(p)
 	l.obeys.set.Store(r.paused.Load()) // safe: nothing is in flight
@@ -212,7 +212,9 @@ func (p *publisher) loop(work, ctx context.Context) error {
 				return nil
 			}
 			looked = true // one round: rows that are refused again wait for the next Drain
-			if _, err := p.dead.look.round(ctx); err != nil {
+			ended := p.expect(2 * p.patience)
+			_, err := p.dead.look.round(ctx)
+			if ended(); err != nil {
 				return err
 			}
 			continue
@@ -228,6 +230,7 @@ func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan str
 		p.napper.Nap(d)
 		return
 	}
+	defer p.expect(d)()
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {

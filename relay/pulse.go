@@ -3,22 +3,64 @@ package relay
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
 )
 
-// progressed is a sign of life of the worker of a shard: each turn of its loop, and of its waits for
-// the brokers, and each statement. Nothing else that it waits for takes longer than a statement may.
+// pulse is the time by which the worker of a shard must give its next sign of life. Each turn of
+// its loop is one. Before a wait that ends by itself (a statement, the brokers, a call of a sink),
+// the worker notes how long the wait may take.
+type pulse struct {
+	mu    sync.Mutex
+	last  time.Time
+	waits map[int]time.Time // current waits, each with its latest end
+	n     int
+}
+
+// progressed is a sign of life.
 func (p *publisher) progressed() {
-	now := time.Now()
-	p.sign.Store(&now)
+	p.pulse.mu.Lock()
+	p.pulse.last = time.Now()
+	p.pulse.mu.Unlock()
 	p.heartbeat()
 }
 
-// late is how long ago the last sign of life was.
-func (p *publisher) late() time.Duration { return time.Since(*p.sign.Load()) }
+// expect begins a wait of at most d. The caller calls ended when the wait is over, which is a sign
+// of life.
+func (p *publisher) expect(d time.Duration) (ended func()) {
+	s := &p.pulse
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.waits == nil {
+		s.waits = map[int]time.Time{}
+	}
+	s.n++
+	n := s.n
+	s.waits[n] = time.Now().Add(d)
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.waits, n)
+		s.last = time.Now()
+	}
+}
 
-// hungAfter is how old the last sign of life may be before the lease is no longer renewed.
-func (p *publisher) hungAfter() time.Duration { return p.patience + p.cfg.Lease/2 }
+// late is how long the sign of life is overdue.
+func (p *publisher) late() time.Duration {
+	p.pulse.mu.Lock()
+	defer p.pulse.mu.Unlock()
+	due := p.pulse.last
+	for _, until := range p.pulse.waits {
+		if until.After(due) {
+			due = until
+		}
+	}
+	return time.Since(due)
+}
+
+// hungAfter is how long a sign of life may be overdue before the lease is no longer renewed. A worker may
+// wait for a sink for a Lease before that, so another replica has the shard within three.
+func (c *Config) hungAfter() time.Duration { return max(c.Lease/2, 5*time.Second) }
 
 // inspectWorkers notes which shards wait for the brokers, and which hang. It returns the leases
 // that may be renewed.
@@ -28,7 +70,7 @@ func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
 	for shard, w := range m.workers {
 		p := w.publisher
 		switch late := p.late(); {
-		case late > p.hungAfter():
+		case late > m.cfg.hungAfter():
 			hung++
 			m.hangs(ctx, w, late)
 			continue

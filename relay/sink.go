@@ -117,7 +117,7 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 func (t toSink) handOver(work, reading context.Context, rows []*row, records []*kgo.Record) (int, error) {
 	ctx, cancel := t.callContext(work, reading)
 	defer cancel()
-	defer t.progressed()
+	defer t.expect(t.cfg.Lease)() // what callContext allows
 	messages := make([]Message, len(records))
 	for i, r := range records {
 		messages[i] = Message{ID: rows[i].id, Topic: r.Topic, Key: r.Key, Payload: r.Value, Headers: make([]outbox.Header, len(r.Headers))}

@@ -103,7 +103,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 		watchEvery: watchEvery, lookEvery: lookEvery, idleEvery: idleEvery, slots: make(chan struct{}, max(1, int(pool.Config().MaxConns)-1)),
 	}
 	c.enter(PhaseStopped, nil)
-	if err := kgo.ValidateOpts(newSession(context.Background(), c).options()...); err != nil { //nolint:forbidigo // it does not run
+	if err := kgo.ValidateOpts((&session{consumer: c}).options()...); err != nil { // it does not run
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
 	return c, c.checkDrain()

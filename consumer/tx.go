@@ -249,26 +249,9 @@ func (v *messageTx) Statement(sql string) {
 		default:
 			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
 		}
-	case "set":
-		kind, _ := handlertx.Verb(rest)
-		t.session = true
-		t.lasting = t.lasting || !slices.Contains([]string{"local", "constraints", "transaction"}, kind)
-	case "reset", "discard", "listen", "unlisten", "load", "deallocate":
-		t.session, t.lasting = true, true
-	case "create", "declare":
-		words := strings.Fields(strings.ToLower(rest))
-		temporary := func(word string) bool { return word == "temp" || word == "temporary" }
-		if text := strings.Join(words, " "); slices.ContainsFunc(words[:min(4, len(words))], temporary) || strings.Contains(text, " with hold ") {
-			t.session = true
-			t.lasting = t.lasting || !strings.Contains(text, " on commit drop")
-		}
 	}
-	if strings.Contains(sql, "_c") || strings.Contains(sql, "_C") || strings.Contains(sql, "visory_l") || strings.Contains(sql, "VISORY_L") {
-		text := strings.ReplaceAll(strings.ToLower(sql), " ", "")
-		n, locks := strings.Count(text, "set_config("), strings.Contains(text, "advisory_lock")
-		t.session = t.session || n > 0 || locks
-		t.lasting = t.lasting || n > strings.Count(text, ",true)") || locks
-	}
+	changes, lasts := handlertx.Session(sql)
+	t.session, t.lasting = t.session || changes, t.lasting || lasts
 }
 
 // lastName is the name at the end of a statement about a savepoint.

@@ -77,7 +77,6 @@ func TestNeighboursRightsOnTables(t *testing.T) {
 	want := map[string]string{
 		"consumer_pauses":      "relay S, consumer S, operator SIUD",
 		"consumer_positions":   "relay S, consumer SIU, operator Su",
-		"consumer_topics":      "relay S, consumer SI, operator S",
 		"consumers":            "relay S, consumer SIU, operator Su",
 		"fences":               "consumer SIU, operator S",
 		"idempotency_keys":     "relay s, endpoint SIUD, operator SuD",

@@ -3,7 +3,6 @@ SET search_path = pg_catalog, pg_temp;
 DROP TABLE effectonce.fences;
 DROP TABLE effectonce.parked_messages;
 DROP TABLE effectonce.consumer_pauses;
-DROP TABLE effectonce.consumer_topics;
 DROP TABLE effectonce.consumer_positions;
 DROP TABLE effectonce.maintenance;
 DROP TABLE effectonce.processed_forever;

@@ -156,17 +156,6 @@ CREATE TABLE effectonce.consumer_positions (
   CONSTRAINT consumer_positions_pkey PRIMARY KEY (consumer_group, topic, partition)
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
--- The partitions that a topic had when a group met it. Config.Start decides where these begin; partitions
--- that are added later begin at their start.
-CREATE TABLE effectonce.consumer_topics (
-  consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),
-  topic          text        NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
-  topic_id       uuid,
-  partitions     integer     NOT NULL CHECK (partitions >= 0),
-  met_at         timestamptz NOT NULL DEFAULT clock_timestamp(),
-  CONSTRAINT consumer_topics_pkey PRIMARY KEY (consumer_group, topic)
-);
-
 -- Topics that an operator paused for a group.
 CREATE TABLE effectonce.consumer_pauses (
   consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),

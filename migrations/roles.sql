@@ -85,8 +85,7 @@ GRANT EXECUTE ON FUNCTION effectonce.outbox_sequence_state() TO effectonce_relay
 GRANT EXECUTE ON FUNCTION effectonce.repair_outbox_sequences() TO effectonce_operator;
 GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay; -- UPDATE: to lock rows
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
-GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics, effectonce.consumer_pauses,
-  effectonce.maintenance TO effectonce_relay;
+GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_pauses, effectonce.maintenance TO effectonce_relay;
 GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;
 -- For its metrics, too: how many requests wait for a decision, and not which.
 GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effectonce.idempotency_keys TO effectonce_relay;
@@ -98,7 +97,6 @@ GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effecton
 GRANT SELECT, INSERT ON effectonce.processed_messages, effectonce.processed_forever TO effectonce_consumer;
 GRANT SELECT ON effectonce.maintenance TO effectonce_consumer;
 GRANT SELECT, INSERT, UPDATE ON effectonce.consumers, effectonce.consumer_positions, effectonce.fences TO effectonce_consumer;
-GRANT SELECT, INSERT ON effectonce.consumer_topics TO effectonce_consumer;
 GRANT SELECT ON effectonce.consumer_pauses TO effectonce_consumer;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.parked_messages TO effectonce_consumer;
 GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_consumer;
@@ -118,9 +116,8 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(tex
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_progress_now,
   effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_locks, effectonce.outbox_dead,
-  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
-  effectonce.consumer_pauses, effectonce.processed_messages,
-  effectonce.processed_forever, effectonce.maintenance, effectonce.parked_messages, effectonce.fences,
+  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_pauses,
+  effectonce.processed_messages, effectonce.processed_forever, effectonce.maintenance, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
 GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_operator; -- replay

@@ -6,7 +6,6 @@ const knownSQL = `-- consumers.known
 SELECT consumer_group, topic FROM (
   SELECT consumer_group, pg_catalog.unnest(topics) AS topic FROM effectonce.consumers
   UNION SELECT consumer_group, topic FROM effectonce.consumer_positions
-  UNION SELECT consumer_group, topic FROM effectonce.consumer_topics
 ) known ORDER BY consumer_group, topic LIMIT 10000`
 
 const registeredSQL = `-- consumers.registered

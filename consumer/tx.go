@@ -250,8 +250,9 @@ func (v *messageTx) Statement(sql string) {
 			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
 		}
 	}
-	changes, lasts := handlertx.Session(sql)
-	t.session, t.lasting = t.session || changes, t.lasting || lasts
+	if changes, lasts := handlertx.Session(sql); changes || lasts { // it may be late, in a goroutine that was left behind
+		t.session, t.lasting = true, t.lasting || lasts
+	}
 }
 
 // lastName is the name at the end of a statement about a savepoint.

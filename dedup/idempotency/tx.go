@@ -81,8 +81,9 @@ func (t *transaction) Leave(error) {
 
 // Statement implements handlertx.Gate. What the work changes of its session must not reach other requests.
 func (t *transaction) Statement(sql string) {
-	_, lasts := handlertx.Session(sql)
-	t.lasting = t.lasting || lasts
+	if _, lasts := handlertx.Session(sql); lasts {
+		t.lasting = true
+	}
 }
 
 // Misused implements handlertx.Gate.

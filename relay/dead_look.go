@@ -19,7 +19,13 @@ import (
 // worker publishes those, and only the worker adds dead rows.
 type deadLook struct {
 	*publisher
-	looked bool // for topics; used only by the goroutine that polls
+
+	// For topics; used only by the goroutine that polls.
+	looked bool
+	due    time.Time
+	rest   time.Duration
+	seen   int        // moves
+	paused *pausedSet // as of the last call of changed
 
 	mu       sync.Mutex
 	withDead map[string]bool // topics that may have dead rows; replaced, never changed
@@ -37,6 +43,8 @@ type wait struct {
 const (
 	// deadEvery is how often the relay checks whether rows may leave.
 	deadEvery = time.Second
+	// waitEvery is how often it checks topics, at least; after a change it is deadEvery at first.
+	waitEvery = 5 * time.Second
 	// lookShare: after a poll that takes long, because of the rows that an old snapshot keeps, the
 	// pause is this many times its duration.
 	lookShare = 20
@@ -90,6 +98,9 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 		if err := l.readTopics(ctx); err != nil || len(l.topicsNow()) == 0 {
 			return 0, err
 		}
+		if time.Now().Before(l.due) && !l.changed() {
+			break
+		}
 		if more, err = l.handBack(ctx); err != nil {
 			return 0, err
 		}
@@ -121,7 +132,25 @@ func (l *deadLook) handBack(ctx context.Context) (more bool, err error) {
 		more = more || n == handBackMax
 	}
 	l.looked = l.looked || err == nil && !more
+	if l.rest = min(2*l.rest, waitEvery); len(ready) > 0 || l.rest == 0 {
+		l.rest = deadEvery
+	}
+	if l.due = time.Now().Add(l.rest); more {
+		l.due = time.Time{}
+	}
 	return more, err
+}
+
+// changed reports whether rows became dead, or topics were paused or resumed, since the last call.
+func (l *deadLook) changed() bool {
+	paused := l.lease.obeys.set.Load()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	changed := l.moves != l.seen || paused != l.paused
+	if l.seen, l.paused = l.moves, paused; changed {
+		l.rest = 0
+	}
+	return changed
 }
 
 // readTopics reads which topics have dead rows. It discards the result if more rows became dead

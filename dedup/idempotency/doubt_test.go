@@ -541,7 +541,7 @@ func TestWhatDoesNotReturnIsLeftBehind(t *testing.T) {
 		if name == "write" {
 			phase.Call, phase.Write = nil, func(context.Context, pgx.Tx, *step) error { hangs(); return nil }
 		}
-		flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Minute}), idempotency.FlowConfig[payment]{CallMax: 50 * time.Millisecond}, []idempotency.Phase[payment]{phase, ends("ship")})
+		flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Minute}), idempotency.FlowConfig[payment]{CallMax: time.Second}, []idempotency.Phase[payment]{phase, ends("ship")})
 		_, err := flow.Do(t.Context(), key(name), nil)
 		require.ErrorContains(t, err, "left behind", name)
 		require.Equal(t, phase.AtMostOnce, errors.Is(err, idempotency.ErrIndeterminate), name)

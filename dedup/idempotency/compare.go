@@ -39,6 +39,7 @@ type Difference struct {
 const (
 	compareMax    = 7 * 24 * time.Hour
 	compareMargin = 10 * time.Minute
+	comparedLogs  = 100 // differences of a kind that a comparison logs
 )
 
 // Compare compares the calls of a phase with what the foreign system says: those of the last 7 days, or of
@@ -95,7 +96,7 @@ func (f *Flow[S]) makesCall(phase string) bool {
 	return slices.ContainsFunc(f.phases, func(p Phase[S]) bool { return p.Name == phase && p.Call != nil })
 }
 
-// compareAll compares the phases of all ledgers, logs what differs, and reports it to the hook.
+// compareAll compares the phases of all ledgers, logs what differs, and reports the numbers to the hook.
 func (f *Flow[S]) compareAll(ctx context.Context) error {
 	var t tally
 	for phase, ledger := range f.cfg.Ledgers {
@@ -103,7 +104,9 @@ func (f *Flow[S]) compareAll(ctx context.Context) error {
 		t.add(false, err)
 		counts := map[DifferenceKind]int{DidNotAct: 0, ActedNotDone: 0, ActedForNoKey: 0}
 		for _, d := range found {
-			counts[d.Kind]++
+			if counts[d.Kind]++; counts[d.Kind] > comparedLogs {
+				continue
+			}
 			f.op.cfg.Logger.ErrorContext(ctx, "a foreign system and the keys differ", "phase", phase, "kind", d.Kind, "reference", d.Reference, "key", d.Key)
 		}
 		if err == nil && f.op.cfg.Hooks.Compared != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
@@ -93,12 +94,18 @@ func TestCompareFindsWhatDiffers(t *testing.T) {
 	require.ErrorContains(t, err, "no statement today")
 	_, err = flow.Compare(t.Context(), "ship", l)
 	require.ErrorContains(t, err, `"ship" makes no call`)
+	for range 150 { // a list of something else: the log stays short
+		l.acted = append(l.acted, uuid.New())
+	}
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	go flow.Run(ctx)
-	require.Equal(t, map[idempotency.DifferenceKind]int{idempotency.DidNotAct: 1, idempotency.ActedForNoKey: 1, idempotency.ActedNotDone: 1}, testwait.Chan(t, "the job", compared))
+	over := make(chan struct{})
+	go func() { defer close(over); flow.Run(ctx) }()
+	require.Equal(t, map[idempotency.DifferenceKind]int{idempotency.DidNotAct: 1, idempotency.ActedForNoKey: 151, idempotency.ActedNotDone: 1}, testwait.Chan(t, "the job", compared))
 	stop()
+	testwait.Chan(t, "the loops end", over)
 	require.Contains(t, said.String(), child("here").String())
+	require.Equal(t, 100, strings.Count(said.String(), "kind=acted_for_no_key")/(1+len(compared)))
 }
 
 // Property: a ledger of a phase that makes no call is refused.

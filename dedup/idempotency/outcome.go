@@ -46,8 +46,8 @@ var (
 	// ErrLockLost: another worker took the key over, because this one did not renew its lock in
 	// time. What this worker had not committed is rolled back.
 	ErrLockLost = errors.New("the lock of the idempotency key is lost: another worker may have taken it over")
-	// ErrUnknownRecoveryPoint: the phases that are done are not the first ones of this program's
-	// list. Either another version with other phases ran them, or the key belongs to a flow with
+	// ErrUnknownRecoveryPoint: the phases that are done, and the one whose call may have been made, are
+	// not the first ones of this program's list. Either another version with other phases ran them, or the key belongs to a flow with
 	// another name. No phase was run, and the reconciler was not called. The key continues with a
 	// program that knows its phases, or when a person finishes it.
 	ErrUnknownRecoveryPoint = errors.New("the phases that are done do not begin this flow's list")

@@ -104,23 +104,25 @@ func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarde
 	t.work = handlertx.New(t.conn, t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
-	err = o.limited(ctx, pooled, batch, lockTimeout, func(batch *pgx.Batch) {
-		if guarded { // before the savepoint, which would undo it
-			batch.Queue(o.sql.guard)
-		}
-		first(batch)
-	})
-	if err != nil {
+	o.queueLimits(batch, lockTimeout)
+	if guarded { // before the savepoint, which would undo it
+		batch.Queue(o.sql.guard)
+	}
+	first(batch)
+	if err := o.send(ctx, pooled, batch); err != nil {
 		t.end(ctx)
 		return nil, err
 	}
 	return t, nil
 }
 
-// limited sends statements in one round trip, with bounds for each, and for how long it waits for locks.
-func (o *Operation) limited(ctx context.Context, conn *pgxpool.Conn, batch *pgx.Batch, lockTimeout time.Duration, queue func(*pgx.Batch)) error {
+// queueLimits bounds the statements behind it in a transaction, and how long they wait for locks.
+func (o *Operation) queueLimits(batch *pgx.Batch, lockTimeout time.Duration) {
 	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
-	queue(batch)
+}
+
+// send sends the first statements of a transaction in one round trip, which is bounded.
+func (o *Operation) send(ctx context.Context, conn *pgxpool.Conn, batch *pgx.Batch) error {
 	// The server's limits do not hold yet while the driver prepares statements on a table that is locked.
 	limited, cancel := context.WithTimeout(ctx, o.cfg.LockTimeout+claimGrace)
 	defer cancel()
@@ -138,8 +140,10 @@ func (o *Operation) claim(ctx context.Context, key Key, scan func(pgx.Row) error
 		return fmt.Errorf("get a database connection: %w", err)
 	}
 	defer conn.Release()
-	args = append([]any{key.Scope, key.Operation, key.Value}, args...)
-	return claimed(ctx, key, o.limited(ctx, conn, &pgx.Batch{}, min(claimWait, o.cfg.WaitMax), func(batch *pgx.Batch) { batch.Queue(sql, args...).QueryRow(scan) }))
+	batch := &pgx.Batch{} // one transaction without BEGIN
+	o.queueLimits(batch, min(claimWait, o.cfg.WaitMax))
+	batch.Queue(sql, append([]any{key.Scope, key.Operation, key.Value}, args...)...).QueryRow(scan)
+	return claimed(ctx, key, o.send(ctx, conn, batch))
 }
 
 // runWork runs the work in the transaction.

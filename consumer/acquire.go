@@ -55,15 +55,15 @@ func (p *position) isHandled(offset int64) bool { return p.handled.contains(offs
 
 // hold is a partition that is acquired, or why it could not be.
 type hold struct {
-	topicPartition
-	log  *topicLog // nil: the records do not come from Kafka
-	seen *int64    // a position that was read before log
-	halt error     // see known
-
-	row      storedPosition
-	waits    error // why it could not be acquired
+	known
+	seen     *int64 // a position that was read before log
+	waits    error  // why it could not be acquired
 	decision decision
 	pos      *position // nil: it could not
+}
+
+func (c *Consumer) newHold(key topicPartition) *hold {
+	return &hold{known: known{topicPartition: key, group: c.cfg.Group, dedup: c.cfg.Dedup, consumer: c.ids[key.topic].ID(), rule: c.idRule(key.topic)}}
 }
 
 var (
@@ -139,7 +139,8 @@ func (s *session) hold(ctx context.Context, keys []topicPartition) []*hold {
 	s.mu.Lock()
 	for i, key := range keys {
 		a := s.assignments[key]
-		holds[i] = &hold{topicPartition: key, seen: a.seen, halt: s.damage(a)}
+		holds[i] = s.consumer.newHold(key)
+		holds[i].seen, holds[i].halt = a.seen, s.damage(a)
 	}
 	s.mu.Unlock()
 	err := s.ask(ctx, holds)
@@ -275,24 +276,21 @@ func (c *Consumer) hold(ctx context.Context, holds []*hold) error {
 // isAhead reports whether the position is ahead of the end of the topic, perhaps because its holder
 // advanced after Kafka's answer. If it was already ahead when Kafka was asked, the end is lost.
 func (h *hold) isAhead() bool {
-	if h.log == nil || h.row.next == nil || *h.row.next <= h.log.end || (known{row: h.row, log: h.log}).recreated() {
+	if h.log == nil || h.row.next == nil || *h.row.next <= h.log.end || h.recreated() {
 		return false
 	}
 	return h.seen == nil || *h.seen <= h.log.end
 }
 
 func (c *Consumer) decide(h *hold) {
-	row, rule := h.row, c.idRule(h.topic)
+	row := &h.row
 	if row.handledRule != nil {
 		// Two texts may describe rules that give every message the same ID.
 		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.ids[h.topic].IDRule()) {
-			row.handledRule = &rule
+			row.handledRule = &h.rule
 		}
 	}
-	d := decideStart(known{
-		group: c.cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log,
-		halt: h.halt, dedup: c.cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
-	})
+	d := decideStart(h.known)
 	pos := &position{topic: h.topic, partition: h.partition, epoch: row.epoch + 1, handled: d.handled, server: row.server}
 	if h.log != nil {
 		pos.topicID = h.log.topicID
@@ -352,14 +350,11 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []*hold) err
 		}
 		row, d := h.row, h.decision
 		one := map[string]any{
-			"topic": h.topic, "partition": h.partition, "epoch": row.epoch, "next": d.next, "stuck": h.pos.stuck, "moved": d.moved, "ordered": d.ordered,
-			"handled_from": d.handled.from, "handled_to": d.handled.to, "rewound_from": d.handled.rewound, "handled_by": c.ids[h.topic].ID(), "handled_rule": c.idRule(h.topic),
+			"topic": h.topic, "partition": h.partition, "epoch": row.epoch, "next": d.next, "stuck": h.pos.stuck, "moved": d.moved || h.recreated(), "ordered": d.ordered,
+			"handled_from": d.handled.from, "handled_to": d.handled.to, "rewound_from": d.handled.rewound, "handled_by": h.consumer, "handled_rule": h.rule,
 		}
-		if h.log != nil {
-			one["moved"] = d.moved || known{row: row, log: h.log}.recreated()
-			if h.log.topicID != uuid.Nil {
-				one["topic_id"] = h.log.topicID.String()
-			}
+		if h.log != nil && h.log.topicID != uuid.Nil {
+			one["topic_id"] = h.log.topicID.String()
 		}
 		if d.halt != nil {
 			one["halt"] = bounds.ErrorText(halted(d.halt))

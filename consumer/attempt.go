@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -15,7 +14,9 @@ import (
 // goroutine ends only that one. A handler that never returns is abandoned together with its
 // connection.
 type attempt struct {
-	conn       *borrowed
+	pooled     *pgxpool.Conn
+	slots      chan struct{}
+	owned      atomic.Bool // the pool has the connection again, or no longer
 	tx         *tx
 	committing chan struct{} // closed when only the last round trip with COMMIT remains
 	done       chan struct{}
@@ -24,52 +25,37 @@ type attempt struct {
 	broken     bool // the engine panicked: the state of the connection is unknown
 }
 
-// giveBack ends the attempt's use of its connection. A connection that a goroutine of the handler
-// still uses is cut and abandoned: it is not safe for concurrent use.
-func (a *attempt) giveBack() {
-	if !a.broken && !a.tx.busy.Load() && !a.tx.lasting {
-		a.conn.release()
-		return
-	}
-	a.conn.cut() // also if a handler left settings behind that outlast the transaction
-	a.conn.abandon()
-}
-
-// borrowed is a pool connection that an attempt uses. The first call of release or abandon decides
-// who owns it.
-type borrowed struct {
-	pooled *pgxpool.Conn
-	conn   *pgx.Conn
-	owned  atomic.Bool
-	slots  chan struct{}
-}
-
-// release ends the attempt's use of the connection. An abandoned connection is closed, because the
+// giveBack ends the attempt's use of its connection. One that a goroutine of the handler still uses, or
+// whose settings outlast the transaction, is cut and abandoned. One that was abandoned is closed: the
 // pool no longer owns it.
-func (b *borrowed) release() {
-	if b.owned.CompareAndSwap(false, true) {
-		b.pooled.Release()
-		<-b.slots
-		return
+func (a *attempt) giveBack() {
+	switch {
+	case a.broken || a.tx.busy.Load() || a.tx.lasting:
+		a.cut()
+		a.abandon()
+	case a.owned.CompareAndSwap(false, true):
+		a.pooled.Release()
+		<-a.slots
+	default:
+		ctx, cancel := context.WithTimeout(context.Background(), cutGrace) //nolint:forbidigo // the attempt is over
+		defer cancel()
+		_ = a.tx.conn.Close(ctx)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), cutGrace) //nolint:forbidigo // the attempt that borrowed it is over
-	defer cancel()
-	_ = b.conn.Close(ctx)
 }
 
 // abandon removes the connection from the pool while the attempt still uses it. It does not touch
 // the connection itself, which is not safe for concurrent use.
-func (b *borrowed) abandon() bool {
-	if !b.owned.CompareAndSwap(false, true) {
+func (a *attempt) abandon() bool {
+	if !a.owned.CompareAndSwap(false, true) {
 		return false
 	}
-	b.pooled.Hijack()
-	<-b.slots
+	a.pooled.Hijack()
+	<-a.slots
 	return true
 }
 
 // cut closes the network connection: the server rolls back, and every wait for an answer ends.
-func (b *borrowed) cut() { _ = b.conn.PgConn().Conn().Close() }
+func (a *attempt) cut() { _ = a.tx.conn.PgConn().Conn().Close() }
 
 const (
 	// acquireMax bounds the wait for a connection of the pool.
@@ -102,7 +88,7 @@ var errPool = errors.New("no connection of the pool is free")
 
 // acquire takes a connection from the pool, within acquireMax. Transactions use all connections but
 // one, which is left to handlers that ask the same pool, and to the consumer's other statements.
-func (c *Consumer) acquire(ctx context.Context) (*borrowed, error) {
+func (c *Consumer) acquire(ctx context.Context) (*pgxpool.Conn, error) {
 	limited, cancel := context.WithTimeout(ctx, acquireMax)
 	defer cancel()
 	select {
@@ -119,7 +105,7 @@ func (c *Consumer) acquire(ctx context.Context) (*borrowed, error) {
 		}
 		return nil, fmt.Errorf("get a database connection (%d of %d are in use): %w", stat.AcquiredConns(), stat.MaxConns(), err)
 	}
-	return &borrowed{pooled: conn, conn: conn.Conn(), slots: c.slots}, nil
+	return conn, nil
 }
 
 // apply does work in one transaction. After a failure nothing is committed, unless the connection
@@ -137,13 +123,8 @@ func (c *Consumer) apply(ctx context.Context, w *work) (outcome, *failure) {
 		return outcome{}, engineFailure(err)
 	}
 	limited, cancel := context.WithCancelCause(ctx)
-	a := &attempt{
-		conn: conn,
-		tx: &tx{
-			conn: conn.conn, late: c.usedLate, begun: time.Now(), published: map[*Message]int{}, idleMax: c.cfg.IdleTimeout,
-		},
-		committing: make(chan struct{}), done: make(chan struct{}),
-	}
+	a := &attempt{pooled: conn, slots: c.slots, committing: make(chan struct{}), done: make(chan struct{})}
+	a.tx = &tx{conn: conn.Conn(), late: c.usedLate, begun: time.Now(), published: map[*Message]int{}, idleMax: c.cfg.IdleTimeout}
 	a.failure = &failure{origin: originHandler, err: errGoexit} // unless transact returns
 	go func() {
 		defer close(a.done)
@@ -219,7 +200,7 @@ func (c *Consumer) watch(ctx context.Context, cancel context.CancelCauseFunc, a 
 		switch left := a.tx.left(c.cfg.HandlerTimeout); {
 		case committing == nil:
 			a.tx.over.Store(true)
-			a.conn.abandon()
+			a.abandon()
 			return outcome{}, &failure{origin: originCommit, lost: true, err: errNoCommitAnswer}
 		case !ends && left > 0:
 			limit.Reset(left)
@@ -230,7 +211,7 @@ func (c *Consumer) watch(ctx context.Context, cancel context.CancelCauseFunc, a 
 		case !cut:
 			cut = true
 			a.tx.over.Store(true)
-			a.conn.cut()
+			a.cut()
 			limit.Reset(cutGrace)
 		default:
 			c.leaveBehind(a)
@@ -243,7 +224,7 @@ func (c *Consumer) watch(ctx context.Context, cancel context.CancelCauseFunc, a 
 // its connection.
 func (c *Consumer) leaveBehind(a *attempt) {
 	a.tx.leave()
-	if a.conn.abandon() { // otherwise it has ended
+	if a.abandon() { // otherwise it has ended
 		count(&c.abandoned, a.done)
 	}
 }

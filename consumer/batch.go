@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/handlertx"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
@@ -122,31 +123,27 @@ var errSession = errors.New("a handler changed the session (role, setting, tempo
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was acquired")
 
 // beginAsking begins a transaction and claims message by message, which finds the duplicates.
-func (c *Consumer) beginAsking(ctx context.Context, t *tx, w *work) (got claimed, err error) {
+func (c *Consumer) beginAsking(ctx context.Context, t *tx, w *work, got *claimed) error {
 	ctx, cancel := c.bounded(ctx)
 	defer cancel()
 	batch := &pgx.Batch{}
 	batch.Queue(c.beginSQL())
-	batch.Queue(c.sql[guardSQL])
-	var server time.Time
-	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &t.role) })
-	decide := c.queueClaim(batch, w, &got)
+	batch.Queue(c.sql[handlertx.GuardSQL])
+	batch.Queue(c.sql[settingsSQL], c.timeout[0], c.timeout[1], c.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &t.server, &t.role) })
+	decide := c.queueClaim(batch, w, got)
 	if c.expires() && !w.released() {
 		c.claims.QueueForgotten(batch, w.consumer, &got.forgotten, c.cfg.Isolation != pgx.ReadCommitted)
 	}
-	unlocked := c.queueHeld(batch, w, &got)
+	unlocked := c.queueHeld(batch, w, got)
 	done := 0
 	if err := send(ctx, t.conn, batch, &done); err != nil {
-		return got, dedup.WrapClaimError(err)
-	}
-	if !server.Equal(w.pos.server) {
-		return got, fmt.Errorf("%w: %w", errFenced, errServerChanged)
+		return dedup.WrapClaimError(err)
 	}
 	if unlocked() {
-		return got, fmt.Errorf("%w: the first parked message of a key was deleted concurrently", dedup.ErrRetry)
+		return fmt.Errorf("%w: the first parked message of a key was deleted concurrently", dedup.ErrRetry)
 	}
 	decide()
-	return got, nil
+	return nil
 }
 
 // queueHeld reads which of the messages' keys are held. It also locks the first parked message of
@@ -163,19 +160,9 @@ func (c *Consumer) queueHeld(batch *pgx.Batch, w *work, got *claimed) (unlocked 
 	}
 	got.held = map[keyHash]struct{}{}
 	locked := map[keyHash]struct{}{}
-	read := func(into map[keyHash]struct{}) func(rows pgx.Rows) error {
-		return func(rows pgx.Rows) error {
-			var hash []byte
-			_, err := pgx.ForEachRow(rows, []any{&hash}, func() error {
-				into[keyHash(hash)] = struct{}{}
-				return nil
-			})
-			return err
-		}
-	}
 	args := []any{w.consumer.ID(), w.pos.topic, w.pos.partition, w.hints}
-	batch.Queue(c.sql[touchHeadsSQL], args...).Query(read(locked))
-	batch.Queue(c.sql[heldNowSQL], args...).Query(read(got.held))
+	batch.Queue(c.sql[touchHeadsSQL], args...).Query(readHashes(locked))
+	batch.Queue(c.sql[heldNowSQL], args...).Query(readHashes(got.held))
 	return func() bool {
 		for hash := range got.held {
 			if _, there := locked[hash]; !there {
@@ -243,7 +230,7 @@ func (c *Consumer) commit(ctx context.Context, a *attempt, w *work, s *selection
 	if refused != nil {
 		return refused
 	}
-	batch.Queue(closeGuardSQL)
+	batch.Queue(handlertx.CloseGuardSQL)
 	var stored int64
 	c.queuePosition(batch, w, &stored)
 	var tag string
@@ -302,7 +289,7 @@ type round struct {
 func (c *Consumer) findOrigin(ctx context.Context, t *tx, w *work, s *selection, f *failure, r round) {
 	code := f.state()
 	switch {
-	case endedByHandler(f.err):
+	case handlertx.Ended(f.err):
 		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, f.err))
 	case code == "" && len(s.handle) > 0 && r.idle && c.cfg.Dedup == DedupByID:
 		f.origin, f.lost, f.err = originHandler, false, errors.Join(errIdle, f.err)

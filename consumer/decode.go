@@ -67,7 +67,7 @@ func Decode[T any, H DecodedHandler[T]](decoder Decoder[T], handle H) Handler {
 			for i, msg := range msgs {
 				body, err := decode(decoder, msg)
 				if err != nil {
-					return FailedAt(i, err)
+					return Blame(msg, err)
 				}
 				list[i] = Decoded[T]{msg, body}
 			}

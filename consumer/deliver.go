@@ -52,7 +52,7 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 }
 
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
-	h := &hold{topicPartition: key}
+	h := c.newHold(key)
 	if err := c.hold(ctx, []*hold{h}); err != nil {
 		return err
 	}

@@ -3,10 +3,8 @@ package consumer
 import (
 	"errors"
 	"fmt"
-	"strings"
+	"slices"
 	"time"
-
-	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // Permanent marks an error that a retry cannot fix: the message itself is at fault. It is parked at
@@ -69,38 +67,26 @@ func blame(msg *Message, err error) error {
 	return &messageError{msg, err}
 }
 
-// blameOne attributes the error of a function that got several messages: to the one that FailedAt
-// names, or to the only one.
-func blameOne(msgs []*Message, err error) error {
-	var named *failedAt
-	switch {
-	case errors.As(err, &named) && named.index >= 0 && named.index < len(msgs):
-		return &messageError{msgs[named.index], named.err}
-	case named != nil:
-		err = fmt.Errorf("FailedAt(%d) of %d messages: want an index of theirs: %s", named.index, len(msgs), named.err.Error())
-	}
-	if len(msgs) == 1 {
-		return blame(msgs[0], err)
-	}
-	return blame(nil, err)
-}
-
-// FailedAt reports which message of a Batch failed, so that the batch need not be split to find it.
-// index counts from 0 in the messages that the handler got.
-func FailedAt(index int, err error) error {
+// Blame reports which message of a Batch failed, so that the batch need not be split to find it.
+func Blame(msg *Message, err error) error {
 	if err == nil {
 		return nil
 	}
-	return &failedAt{index, err}
+	return &messageError{msg, err}
 }
 
-type failedAt struct {
-	index int
-	err   error
+// blameOne attributes the error of a function that got several messages: to the one of these that Blame
+// names, or to the only one.
+func blameOne(msgs []*Message, err error) error {
+	var known *messageError
+	switch {
+	case errors.As(err, &known) && (known.msg == nil || slices.Contains(msgs, known.msg)):
+		return known
+	case len(msgs) == 1:
+		return &messageError{msgs[0], err}
+	}
+	return &messageError{nil, err}
 }
-
-func (e *failedAt) Error() string { return e.err.Error() }
-func (e *failedAt) Unwrap() error { return e.err }
 
 // PanicError is a recovered panic of a handler.
 type PanicError struct {
@@ -115,10 +101,3 @@ var errFenced = errors.New("position is held by another consumer, or the databas
 
 // errConnectionLost is joined to the error of a handler whose connection broke.
 var errConnectionLost = errors.New("database connection lost")
-
-// endedByHandler recognises the server's errors after a handler ended the transaction itself:
-// refuse_commit rejects the handler's COMMIT, and after its ROLLBACK the engine's cursor does not
-// exist.
-func endedByHandler(err error) bool {
-	return pgerr.Is(err, pgerr.TransactionEndedByOther) || pgerr.Is(err, pgerr.UnknownCursor) && strings.Contains(err.Error(), guardCursor)
-}

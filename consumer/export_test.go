@@ -30,7 +30,7 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
-	h := &hold{topicPartition: topicPartition{e.c.cfg.Topics[0], number}}
+	h := e.c.newHold(topicPartition{e.c.cfg.Topics[0], number})
 	if err := e.c.hold(ctx, []*hold{h}); err != nil {
 		return nil, err
 	}
@@ -141,13 +141,12 @@ func IdleEvery(c *Consumer, d time.Duration) { c.idleEvery = d }
 
 // Statements whose plans are tested.
 const (
-	PollSQL         = pollSQL
-	HeadsSQL        = headsSQL
-	HeldNowSQL      = heldNowSQL
-	TouchHeadsSQL   = touchHeadsSQL
-	OrderRetriesSQL = orderRetriesSQL
-	DueSQL          = dueSQL
-	ReleaseSQL      = releaseSQL
+	PollSQL       = pollSQL
+	HeadsSQL      = headsSQL
+	HeldNowSQL    = heldNowSQL
+	TouchHeadsSQL = touchHeadsSQL
+	DueSQL        = dueSQL
+	ReleaseSQL    = releaseSQL
 )
 
 // HandledFrom is the offset from which the partition was handled.

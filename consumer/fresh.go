@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/handlertx"
 )
 
 // asksMax is how many batches ask after one was taken as fresh and had a duplicate, or failed:
@@ -26,21 +27,24 @@ func asksAfter(asks int, out outcome, f *failure) int {
 // begin starts the transaction and claims, in one round trip: either it takes every message as
 // fresh, or it asks for each. If the first form meets a duplicate, nothing has happened yet, and
 // the second one follows. The same constraint decides both; the choice affects only cost.
-func (c *Consumer) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
-	if !c.trusts(w) {
-		return c.beginAsking(ctx, t, w)
+func (c *Consumer) begin(ctx context.Context, t *tx, w *work) (got claimed, err error) {
+	asks := !c.trusts(w)
+	if !asks {
+		if got, err = c.beginFresh(ctx, t, w); errors.Is(err, dedup.ErrTaken) {
+			limited, cancel := c.bounded(ctx)
+			defer cancel()
+			if _, err := t.conn.Exec(limited, "ROLLBACK"); err != nil { // it claimed nothing
+				return got, err
+			}
+			asks, got.taken = true, true
+		}
 	}
-	got, err := c.beginFresh(ctx, t, w)
-	if !errors.Is(err, dedup.ErrTaken) {
-		return got, err
+	if asks {
+		err = c.beginAsking(ctx, t, w, &got)
 	}
-	limited, cancel := c.bounded(ctx)
-	defer cancel()
-	if _, err := t.conn.Exec(limited, "ROLLBACK"); err != nil { // it claimed nothing
-		return got, err
+	if err == nil && !t.server.Equal(w.pos.server) {
+		err = fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
-	got, err = c.beginAsking(ctx, t, w)
-	got.taken = true
 	return got, err
 }
 
@@ -59,12 +63,11 @@ func (c *Consumer) beginFresh(ctx context.Context, t *tx, w *work) (got claimed,
 	ctx, cancel := c.bounded(ctx)
 	defer cancel()
 	w.hints = nil
-	var server time.Time
 	var forgotten *time.Time
 	before := []dedup.Step{
 		{SQL: c.beginSQL()},
-		{SQL: c.sql[guardSQL]},
-		{SQL: c.sql[settingsSQL], Args: c.timeout[:], Into: []any{nil, nil, nil, nil, &server, &t.role}},
+		{SQL: c.sql[handlertx.GuardSQL]},
+		{SQL: c.sql[settingsSQL], Args: c.timeout[:], Into: []any{nil, nil, nil, nil, &t.server, &t.role}},
 	}
 	var after []dedup.Step
 	if c.expires() {
@@ -73,9 +76,6 @@ func (c *Consumer) beginFresh(ctx context.Context, t *tx, w *work) (got claimed,
 	result, err := c.claims.BeginFresh(ctx, t.conn, before, w.consumer, claims(w.msgs), after...)
 	if err != nil {
 		return got, err
-	}
-	if !server.Equal(w.pos.server) {
-		return got, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
 	if forgotten != nil {
 		got.forgotten = *forgotten

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/effectonce/effectonce/internal/handlertx"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -46,7 +47,7 @@ func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 
 // Batch returns a handler that gets all fresh messages of a batch at once, for statements over sets
 // and for COPY. If it fails, the batch is split until the failing message is alone, unless the
-// handler names that message: see FailedAt. A message that it publishes needs an ID: msg.PublishID of
+// handler names that message: see Blame. A message that it publishes needs an ID: msg.PublishID of
 // its parent.
 func Batch(handle func(ctx context.Context, tx pgx.Tx, msgs []*Message) error) Handler {
 	return batchHandler(handle)
@@ -289,7 +290,7 @@ func (t *tx) inspect(err error) error {
 		}
 		return Permanent(errors.Join(misuse, err))
 	}
-	if endedByHandler(err) {
+	if handlertx.Ended(err) {
 		return Permanent(errors.Join(errEnded, err))
 	}
 	if t.conn.IsClosed() {

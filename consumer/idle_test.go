@@ -188,7 +188,6 @@ func TestParkedMessagesAreFoundByIndex(t *testing.T) {
 			{"poll", consumer.PollSQL, 20, []any{"g", topics, numbers, consumers, epochs, known}},
 			{"held now", consumer.HeldNowSQL, 4, append(place, [][]byte{hash})},
 			{"touch heads", consumer.TouchHeadsSQL, 6, append(place, [][]byte{hash})},
-			{"order retries", consumer.OrderRetriesSQL, 30, append(place, 1000)},
 			{"due", consumer.DueSQL, 20, append(place, 1000, true)},
 			{"release", consumer.ReleaseSQL, 400, append(place, 100, 1<<20, []int64{head}, 100)},
 		} {

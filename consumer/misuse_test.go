@@ -206,7 +206,10 @@ func TestStopLeavesAHandlerBehindThatIgnoresItsContext(t *testing.T) {
 // found.
 func TestBatchNamesTheCulprit(t *testing.T) {
 	t.Parallel()
-	for name, wrong := range map[string]int{"the culprit": 0, "nobody": 99} {
+	for name, culprit := range map[string]func(*consumer.Message) *consumer.Message{
+		"the culprit":     func(msg *consumer.Message) *consumer.Message { return msg },
+		"another message": func(*consumer.Message) *consumer.Message { return &consumer.Message{} },
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)
@@ -214,9 +217,9 @@ func TestBatchNamesTheCulprit(t *testing.T) {
 			calls := 0
 			stop := h.run(consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
 				calls++
-				for i, msg := range msgs {
+				for _, msg := range msgs {
 					if strings.HasSuffix(string(msg.Value), "bad") {
-						return consumer.FailedAt(i+wrong, errBad)
+						return consumer.Blame(culprit(msg), errBad)
 					}
 					if err := effect(ctx, tx, msg); err != nil {
 						return err
@@ -228,7 +231,7 @@ func TestBatchNamesTheCulprit(t *testing.T) {
 			h.wait("position", func() bool { return h.position() == 3 })
 			require.NoError(t, stop())
 			require.Equal(t, []string{"a:1", "c:1"}, h.values())
-			if wrong == 0 {
+			if name == "the culprit" {
 				require.Equal(t, 3, calls, "the batch, what stands before the culprit, what stands behind it")
 			}
 		})

@@ -71,6 +71,14 @@ type heldKeys struct {
 
 func newHeldKeys() *heldKeys { return &heldKeys{keys: map[keyHash]struct{}{}} }
 
+func readHashes(into map[keyHash]struct{}) func(rows pgx.Rows) error {
+	return func(rows pgx.Rows) error {
+		var hash []byte
+		_, err := pgx.ForEachRow(rows, []any{&hash}, func() error { into[keyHash(hash)] = struct{}{}; return nil })
+		return err
+	}
+}
+
 // of returns the keys of messages that may be held, each once.
 func (h *heldKeys) of(msgs []*Message) (hashes [][]byte) {
 	h.mu.Lock()

@@ -1,6 +1,9 @@
 package consumer
 
-import "github.com/effectonce/effectonce/migrations"
+import (
+	"github.com/effectonce/effectonce/internal/handlertx"
+	"github.com/effectonce/effectonce/migrations"
+)
 
 // settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze
 // loses its claims in bounded time, and commits are durable. set_config with true is SET LOCAL. The
@@ -59,16 +62,6 @@ SELECT effectonce.check_position($1, $2, $3, $4, $5)`
 // only on the server that handled them. No row: another server answered.
 const advanceApartSQL = `-- consumer.advance_apart
 SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7) WHERE pg_catalog.pg_postmaster_start_time() = $8`
-
-// guardSQL opens the cursor that makes every COMMIT fail except the engine's. closeGuardSQL closes
-// it, and fails if the transaction is not the one that opened it.
-const guardSQL = `-- consumer.guard
-DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
-
-const (
-	guardCursor   = "effectonce_guard"
-	closeGuardSQL = "CLOSE " + guardCursor
-)
 
 // troubleSQL stores why a partition does not continue; null: it continues.
 const troubleSQL = `-- consumer.trouble
@@ -143,38 +136,15 @@ SELECT k.hash FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
 WHERE EXISTS (SELECT FROM effectonce.parked_messages n
   WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash)`
 
-// orderRetriesSQL sets a message back to behind if an earlier message of its key is parked: it
-// cannot be retried before that one. If an operator retries such a message, it runs after the
-// earlier ones. The lock keeps the first message in place until the new state is stored; otherwise
-// the promoting trigger would not see the waiting message. $4 is how many due messages are
-// examined.
-const orderRetriesSQL = `-- consumer.order_retries
-WITH due AS MATERIALIZED (
-  SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
-  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp() AND key IS NOT NULL
-  ORDER BY retry_at LIMIT $4
-), later AS MATERIALIZED (
-  SELECT d.seq, d.hash FROM due d WHERE EXISTS (SELECT FROM effectonce.parked_messages n
-    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = d.hash AND n.seq < d.seq)
-), first AS MATERIALIZED (
-  SELECT n.seq, sha256(n.key) AS hash FROM effectonce.parked_messages n
-  WHERE n.seq = ANY (ARRAY(SELECT f.seq FROM (SELECT DISTINCT hash FROM later) k
-    CROSS JOIN LATERAL (SELECT e.seq FROM effectonce.parked_messages e
-      WHERE e.consumer = $1 AND e.topic = $2 AND e.partition = $3 AND sha256(e.key) = k.hash ORDER BY e.seq LIMIT 1) AS f))
-  ORDER BY n.seq FOR KEY SHARE SKIP LOCKED
-)
-UPDATE effectonce.parked_messages p SET state = 'behind', reason = CASE WHEN p.reason = 'too_large' THEN p.reason ELSE 'behind' END
-FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq AND p.state = 'retry'`
-
 // dueSQL lists due messages, in the order in which they became due; if keys are held ($5), only the
-// first message of each key. It uses the statement's time: an index cannot be searched by
-// clock_timestamp().
+// first message of each key: a later one that an operator retries waits for it. It uses the statement's
+// time: an index cannot be searched by clock_timestamp().
 const dueSQL = `-- consumer.due
-SELECT d.seq, d.hash, d.tried FROM (SELECT seq, sha256(key) AS hash, (attempts > 0 OR reason = 'crashed') AND released_at IS NOT NULL AS tried FROM effectonce.parked_messages
-  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
-  ORDER BY retry_at LIMIT $4) d
-WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
-  WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = d.hash AND n.seq < d.seq)`
+SELECT d.seq, sha256(d.key), (d.attempts > 0 OR d.reason = 'crashed') AND d.released_at IS NOT NULL FROM effectonce.parked_messages d
+WHERE d.consumer = $1 AND d.topic = $2 AND d.partition = $3 AND d.state = 'retry' AND d.retry_at <= statement_timestamp()
+  AND NOT ($5::boolean AND EXISTS (SELECT FROM effectonce.parked_messages n
+    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = sha256(d.key) AND n.seq < d.seq))
+ORDER BY d.retry_at LIMIT $4`
 
 // releaseSQL chooses the messages to retry: the due messages $6, and up to $7 messages that wait
 // behind each, in order and without a gap. It returns up to $4 messages and $5 bytes of these, but
@@ -233,8 +203,8 @@ UPDATE effectonce.parked_messages SET attempts = attempts - 1 WHERE seq = ANY ($
 func newQueries(schema string) map[string]string {
 	queries := map[string]string{}
 	for _, sql := range []string{
-		settingsSQL, primarySQL, guardSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
-		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, orderRetriesSQL, dueSQL, releaseSQL,
+		settingsSQL, primarySQL, handlertx.GuardSQL, rowsSQL, lockSQL, holdSQL, givenUpSQL, pollSQL, troubleSQL, caughtUpSQL,
+		touchHeadsSQL, heldNowSQL, advanceSQL, advanceApartSQL, checkSQL, parkSQL, headsSQL, dueSQL, releaseSQL,
 		lockParkedSQL, unparkSQL, setBackSQL, uncountSQL, otherNameSQL,
 	} {
 		queries[sql] = migrations.InSchema(sql, schema)

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
@@ -31,11 +30,7 @@ func (p *partition) loadHeld() error {
 	held := map[keyHash]struct{}{}
 	rows, err := c.pool.Query(ctx, c.sql[headsSQL], p.name.ID(), p.pos.topic, p.pos.partition)
 	if err == nil {
-		var hash []byte
-		_, err = pgx.ForEachRow(rows, []any{&hash}, func() error {
-			held[keyHash(hash)] = struct{}{}
-			return nil
-		})
+		err = readHashes(held)(rows)
 	}
 	if err != nil {
 		return fmt.Errorf("read parked keys: %w", err)
@@ -54,34 +49,23 @@ type due struct {
 // dueMax bounds how many due messages one query reads.
 const dueMax = 1000
 
-// due lists parked messages that must be retried now. First it resets those that must wait for
-// another.
+// due lists parked messages that must be retried now.
 func (p *partition) due() ([]due, error) {
 	c := p.consumer
 	ctx, cancel := c.bounded(p.ctx)
 	defer cancel()
-	args := []any{p.name.ID(), p.pos.topic, p.pos.partition}
-	batch := &pgx.Batch{}
-	if c.holdsKeys() {
-		batch.Queue(c.sql[orderRetriesSQL], append(args, dueMax)...).Exec(func(tag pgconn.CommandTag) error {
-			if tag.RowsAffected() > 0 {
-				p.log(slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one", "messages", tag.RowsAffected())
-			}
-			return nil
-		})
-	}
-	var list []due
-	batch.Queue(c.sql[dueSQL], append(args, dueMax, c.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
+	rows, err := c.pool.Query(ctx, c.sql[dueSQL], p.name.ID(), p.pos.topic, p.pos.partition, dueMax, c.holdsKeys())
+	if err == nil {
+		var list []due
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
 			err = row.Scan(&d.seq, &d.hash, &d.tried)
 			return d, err
 		})
-		return err
-	})
-	if err := c.pool.SendBatch(ctx, batch).Close(); err != nil {
-		return nil, fmt.Errorf("read parked messages: %w", err)
+		if err == nil {
+			return list, nil
+		}
 	}
-	return list, nil
+	return nil, fmt.Errorf("read parked messages: %w", err)
 }
 
 // release retries due messages, and in order the messages behind them; one that was tried before

@@ -13,7 +13,7 @@ type Routes map[string]TopicRoutes
 
 // TopicRoutes are the handlers of a topic's messages. At least one of the two fields must be set.
 type TopicRoutes struct {
-	// Types are handlers by the type of message that a header names; see RouterConfig.TypeHeaders.
+	// Types are handlers by the type of message that a header names; see Route.
 	Types map[string]Handler
 	// Default gets every message whose type is not in Types, and messages without a type. If it is
 	// nil, they are parked as unknown_type, or treated according to Config.OnFailure. One that only
@@ -22,18 +22,11 @@ type TopicRoutes struct {
 	Default Handler
 }
 
-// RouterConfig of a Router. The zero value works.
-type RouterConfig struct {
-	// TypeHeaders are the names of the headers that may carry the type of a message; the first one
-	// that is present and not empty counts. Default: ce_type (CloudEvents), type.
-	TypeHeaders []string
-}
-
 // Router is a Handler that passes each message to the handler of its topic and type. Create one
 // with Route.
 type Router struct {
-	topics map[string]topicRoutes
-	cfg    RouterConfig
+	topics  map[string]topicRoutes
+	headers []string // that may carry the type
 }
 
 // route is the destination of messages. Routes are compared by address: handlers cannot be
@@ -45,20 +38,19 @@ type topicRoutes struct {
 	otherwise *route // nil: a message with no type in types is unknown
 }
 
-// Route returns a router, or all problems of its routes and configuration at once. Its handlers may
-// be of any kind, including routers. Consecutive messages of one route reach its handler together,
+// Route returns a router, or all problems of its routes and configuration at once. typeHeaders are the
+// names of the headers that may carry the type of a message; the first one that is present and not empty
+// counts. Default: ce_type (CloudEvents), type. The handlers may be of any kind, including routers. Consecutive messages of one route reach its handler together,
 // up to Config.BatchMax. The order of messages is kept across routes. A message of a topic that has
 // no routes, or with different types in one header, is always parked.
-func Route(routes Routes, cfg RouterConfig) (*Router, error) {
+func Route(routes Routes, typeHeaders ...string) (*Router, error) {
 	var problems []error
 	report := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
-	if cfg.TypeHeaders == nil {
-		cfg.TypeHeaders = []string{"ce_type", "type"}
+	if typeHeaders == nil {
+		typeHeaders = []string{"ce_type", "type"}
 	}
-	for _, name := range cfg.TypeHeaders {
-		if name == "" {
-			report("TypeHeaders: a name is empty")
-		}
+	if slices.Contains(typeHeaders, "") {
+		report("typeHeaders: a name is empty")
 	}
 	if len(routes) == 0 {
 		report("routes are empty: want at least one topic")
@@ -89,7 +81,7 @@ func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 	if len(problems) > 0 {
 		return nil, errors.Join(problems...)
 	}
-	return &Router{topics, cfg}, nil
+	return &Router{topics, typeHeaders}, nil
 }
 
 // Topics returns the topics that have routes, sorted, for Config.Topics.
@@ -146,7 +138,7 @@ func (r *Router) find(msg *Message) (*route, error) {
 	case topic.otherwise != nil:
 		return topic.otherwise, nil
 	case name == "":
-		return nil, unknownType("message has no type: no header of %q", r.cfg.TypeHeaders)
+		return nil, unknownType("message has no type: no header of %q", r.headers)
 	default:
 		return nil, unknownType("type %.260q has no route in topic %q", name, msg.Topic)
 	}
@@ -155,7 +147,7 @@ func (r *Router) find(msg *Message) (*route, error) {
 // typeOf returns the type that a message carries; empty: none. Two different types in one header
 // are an error.
 func (r *Router) typeOf(msg *Message) (string, error) {
-	for _, name := range r.cfg.TypeHeaders {
+	for _, name := range r.headers {
 		if found, err := msg.only(name); err != nil {
 			return "", unknownType("its type: %w", err)
 		} else if found != nil {

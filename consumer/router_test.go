@@ -33,9 +33,9 @@ func (h *harness) produceTyped(messages ...string) {
 }
 
 // router routes the topic of the harness.
-func (h *harness) router(routes consumer.TopicRoutes, cfg consumer.RouterConfig) *consumer.Router {
+func (h *harness) router(routes consumer.TopicRoutes, typeHeaders ...string) *consumer.Router {
 	h.t.Helper()
-	router, err := consumer.Route(consumer.Routes{h.topic: routes}, cfg)
+	router, err := consumer.Route(consumer.Routes{h.topic: routes}, typeHeaders...)
 	require.NoError(h.t, err)
 	require.Equal(h.t, []string{h.topic}, router.Topics())
 	return router
@@ -70,9 +70,9 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 	var together atomic.Int64
 	failing["named by batch"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
 		together.Store(max(together.Load(), int64(len(msgs))))
-		for i, msg := range msgs {
+		for _, msg := range msgs {
 			if isBad(msg) {
-				return consumer.FailedAt(i, consumer.Permanent(errBad))
+				return consumer.Blame(msg, consumer.Permanent(errBad))
 			}
 			if err := effect(ctx, tx, msg); err != nil {
 				return err
@@ -84,11 +84,11 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)
-			nested := h.router(consumer.TopicRoutes{Default: handler}, consumer.RouterConfig{})
+			nested := h.router(consumer.TopicRoutes{Default: handler})
 			h.produceTyped("good:1", "good:2", "x:1", "x:2", "x:bad", "x:3", "good:3", "x:bad", "good:4", "nested:1", "nested:bad", "nested:2")
 			stop := h.run(h.router(consumer.TopicRoutes{
 				Types: map[string]consumer.Handler{"good": consumer.Each(effect), "x": handler, "nested": nested},
-			}, consumer.RouterConfig{}), func(c *consumer.Config) {
+			}), func(c *consumer.Config) {
 				parkAll(c)
 				c.AttemptsMax = 1
 			})
@@ -115,7 +115,7 @@ func TestUnknownTypesAreParked(t *testing.T) {
 	h.produceTyped("good:1", "strange:1", "untyped", "good:2")
 	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
 	h.produceRecord(&kgo.Record{Value: []byte("said twice"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type"}, {Key: "ce_type", Value: []byte("good")}}})
-	stop := h.run(h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"good": consumer.Each(effect)}}, consumer.RouterConfig{}), parkAll)
+	stop := h.run(h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"good": consumer.Each(effect)}}), parkAll)
 	h.waitHandled(6)
 	require.Equal(t, []string{"good:1", "good:2", "said twice"}, h.values())
 	require.Equal(t, []string{"strange:1 unknown_type parked", "untyped unknown_type parked", "ambiguous unknown_type parked"}, h.parked())
@@ -153,7 +153,7 @@ func TestTypeIsReadFromTheConfiguredHeaders(t *testing.T) {
 	}
 	stop := h.run(h.router(consumer.TopicRoutes{
 		Types: map[string]consumer.Handler{"a": say("a"), "b": say("b")}, Default: say("other"),
-	}, consumer.RouterConfig{TypeHeaders: []string{"event", "kind"}}), nil)
+	}, "event", "kind"), nil)
 	h.waitHandled(7)
 	require.Equal(t, []string{"a", "a", "b", "b", "other", "other", "other"}, h.values())
 	require.NoError(t, stop())
@@ -166,17 +166,17 @@ func TestRouteReportsAllProblems(t *testing.T) {
 		"no topic!": {Default: consumer.Each(effect)},
 		"empty":     {},
 		"orders":    {Types: map[string]consumer.Handler{"": consumer.Each(effect), "placed": nil}},
-	}, consumer.RouterConfig{TypeHeaders: []string{""}})
+	}, "")
 	require.Nil(t, router)
 	for _, part := range []string{
-		"TypeHeaders: a name is empty", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
+		"typeHeaders: a name is empty", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
 		`topic "orders": a type is empty`, `topic "orders", type "placed": handler is nil`,
 	} {
 		require.ErrorContains(t, err, part)
 	}
-	_, err = consumer.Route(nil, consumer.RouterConfig{})
+	_, err = consumer.Route(nil)
 	require.EqualError(t, err, "routes are empty: want at least one topic")
-	router, err = consumer.Route(consumer.Routes{"orders": {Default: consumer.Each(effect)}}, consumer.RouterConfig{})
+	router, err = consumer.Route(consumer.Routes{"orders": {Default: consumer.Each(effect)}})
 	require.NoError(t, err)
 	_, err = consumer.New(nil, nil, router, consumer.Config{Group: "g", Topics: []string{"other"}})
 	require.ErrorContains(t, err, `"other" has no routes`)

@@ -271,9 +271,9 @@ func TestTombstones(t *testing.T) {
 			return insert(ctx, tx, msg)
 		}), consumer.OnTombstoneHandle, 30, 0},
 		"batch": {consumer.Decode(consumer.JSONDecoder[payment](), func(ctx context.Context, tx pgx.Tx, msgs []consumer.Decoded[payment]) error {
-			for i, msg := range msgs {
+			for _, msg := range msgs {
 				if msg.Offset == 50 {
-					return consumer.FailedAt(i, consumer.Permanent(errBad))
+					return consumer.Blame(msg.Message, consumer.Permanent(errBad))
 				}
 				if err := insert(ctx, tx, msg.Message); err != nil {
 					return err
@@ -291,7 +291,7 @@ func TestTombstones(t *testing.T) {
 			require.NoError(t, stop())
 			require.Len(t, h.values(), tc.effects)
 			require.Len(t, h.parked(), tc.parked)
-			require.Equal(t, tc.parked%30, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 50`), "the one that FailedAt names")
+			require.Equal(t, tc.parked%30, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 50`), "the one that Blame names")
 			if tc.parked == 30 {
 				h.retry()
 				stop = h.run(tc.handler, func(c *consumer.Config) { c.OnTombstone = consumer.OnTombstoneSkip })

@@ -38,13 +38,12 @@ type topicLog struct {
 
 // known is everything that decides where a partition begins.
 type known struct {
-	group     string
-	topic     string
-	partition int32
-	row       storedPosition
-	log       *topicLog // nil: the records do not come from Kafka
-	halt      error     // it must not begin, unless an operator orders where
+	topicPartition
+	row  storedPosition
+	log  *topicLog // nil: the records do not come from Kafka
+	halt error     // it must not begin, unless an operator orders where
 
+	group    string
 	dedup    Dedup
 	consumer int32 // ID of the consumer's name
 	rule     string

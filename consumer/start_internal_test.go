@@ -139,7 +139,7 @@ func TestWhereAPartitionBegins(t *testing.T) {
 		t.Run(row.name, func(t *testing.T) {
 			t.Parallel()
 			k := known{
-				group: "g", topic: "t", partition: 1, consumer: 7, rule: "standard",
+				topicPartition: topicPartition{"t", 1}, group: "g", consumer: 7, rule: "standard",
 				row: storedPosition{
 					topicID: startTopic, next: pointer(int64(60)), epoch: 9, held: true, released: true,
 					handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard"),
@@ -175,7 +175,7 @@ func TestWhereAPartitionBegins(t *testing.T) {
 func TestRewindsKeepWhatWasHandled(t *testing.T) {
 	t.Parallel()
 	k := known{
-		group: "g", topic: "t", consumer: 7, rule: "standard", log: &topicLog{cluster: "cluster", topicID: startTopic, first: 0, end: 100},
+		topicPartition: topicPartition{"t", 0}, group: "g", consumer: 7, rule: "standard", log: &topicLog{cluster: "cluster", topicID: startTopic, first: 0, end: 100},
 		row: storedPosition{topicID: startTopic, next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard")},
 	}
 	// to rewinds, or takes over again at a position; the row becomes what is stored.
@@ -219,9 +219,8 @@ func TestKilledHoldersOfAnIdlePartitionHaveNoSuspects(t *testing.T) {
 	c := &Consumer{cfg: Config{Group: "g"}, ids: map[string]dedup.Consumer{}}
 	for end, want := range map[int64]int{50: 0, 51: 3} {
 		next := int64(50)
-		h := &hold{
-			topicPartition: topicPartition{"t", 0}, log: &topicLog{end: end}, row: storedPosition{next: &next, heldOffset: &next, held: true, stuck: 2},
-		}
+		h := c.newHold(topicPartition{"t", 0})
+		h.log, h.row = &topicLog{end: end}, storedPosition{next: &next, heldOffset: &next, held: true, stuck: 2}
 		c.decide(h)
 		require.Equal(t, want, h.pos.stuck)
 	}

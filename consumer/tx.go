@@ -39,6 +39,7 @@ type tx struct {
 	published  map[*Message]int // for each message, how many its handler published: the step of the next one's ID
 	savepoints int              // created through Begin
 	marks      []mark           // savepoints that exist
+	server     time.Time        // when the server started
 	role       string           // before a handler changed it
 	session    bool             // a handler changed roles, settings or other state of the session
 	lasting    bool             // and the change would outlast the transaction

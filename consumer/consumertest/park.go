@@ -41,9 +41,9 @@ func (parkedOnce) middleware() consumer.Middleware {
 		if err := next(ctx); err != nil {
 			return err
 		}
-		for i, msg := range msgs {
+		for _, msg := range msgs {
 			if msg.Record() != nil {
-				return consumer.FailedAt(i, consumer.Permanent(errParked))
+				return consumer.Blame(msg, consumer.Permanent(errParked))
 			}
 		}
 		return nil

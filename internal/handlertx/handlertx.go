@@ -17,6 +17,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // Gate is called at each use.
@@ -44,6 +46,22 @@ type Tx struct {
 // savepoints of the connection's transaction, so that several Tx of it can each create some.
 func New(conn *pgx.Conn, gate Gate, savepoints *int) *Tx {
 	return &Tx{conn: conn, gate: gate, savepoints: savepoints}
+}
+
+// GuardSQL opens the cursor that makes every COMMIT fail except the engine's. CloseGuardSQL closes it,
+// and fails if the transaction is not the one that opened it.
+const (
+	GuardSQL = `-- effectonce.guard
+DECLARE ` + guard + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
+	CloseGuardSQL = "CLOSE " + guard
+
+	guard = "effectonce_guard"
+)
+
+// Ended recognises the server's errors after a handler ended the transaction itself: refuse_commit
+// rejects its COMMIT, and after its ROLLBACK the cursor does not exist.
+func Ended(err error) bool {
+	return pgerr.Is(err, pgerr.TransactionEndedByOther) || pgerr.Is(err, pgerr.UnknownCursor) && strings.Contains(err.Error(), guard)
 }
 
 var (

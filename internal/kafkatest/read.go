@@ -10,6 +10,8 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 const (
@@ -115,12 +117,8 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 		if len(open) == 0 {
 			return committed, nil
 		}
-		timer := time.NewTimer(markedEvery)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if !pause.For(ctx, markedEvery) {
 			return nil, fmt.Errorf("transactions are open, or were not marked in time, from these partitions' offsets on: %v: %w", open, ctx.Err())
-		case <-timer.C:
 		}
 	}
 }

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	embeddedpostgres "github.com/fergusstrange/embedded-postgres"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // postgresVersion is the version for tests and commands. EMBEDDED_POSTGRES may name another of the
@@ -144,20 +146,13 @@ func lock(ctx context.Context, file string) (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	tick := time.NewTicker(pollEvery)
-	defer tick.Stop()
 	for {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if err == nil {
+		switch {
+		case err == nil:
 			return func() { _ = f.Close() }, nil
-		}
-		if !errors.Is(err, syscall.EWOULDBLOCK) {
-			return nil, errors.Join(fmt.Errorf("lock %s: %w", file, err), f.Close())
-		}
-		select {
-		case <-ctx.Done():
-			return nil, errors.Join(fmt.Errorf("wait for the process that holds %s: %w", file, ctx.Err()), f.Close())
-		case <-tick.C:
+		case !errors.Is(err, syscall.EWOULDBLOCK) || !pause.For(ctx, pollEvery):
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", file, err), ctx.Err(), f.Close())
 		}
 	}
 }

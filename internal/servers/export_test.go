@@ -10,7 +10,7 @@ func LaunchBeside(ctx context.Context, taken int) (tried int, err error) {
 	var last *Server
 	err = launch(ctx, func(int) (*Server, error) {
 		tried++
-		last = &Server{backend: external{}, ready: func(context.Context) error { return nil }}
+		last = &Server{backend: external, ready: func(context.Context) error { return nil }}
 		if tried <= taken {
 			last.backend = collision{}
 		}
@@ -19,7 +19,7 @@ func LaunchBeside(ctx context.Context, taken int) (tried int, err error) {
 	return tried, errors.Join(err, last.Stop(ctx))
 }
 
-type collision struct{ external }
+type collision struct{ outside }
 
 func (collision) start(context.Context) error {
 	return errors.New(`bind 127.0.0.1: Address already in use`)

@@ -57,7 +57,7 @@ func StartKafka(ctx context.Context, opts KafkaOptions) (*Kafka, error) {
 	if err != nil {
 		return nil, fmt.Errorf("start Kafka: %w", err)
 	}
-	k := &Kafka{Server: Server{Kind: kind, backend: external{}}, Brokers: strings.Split(brokers, ",")}
+	k := &Kafka{Server: Server{Kind: kind, backend: external}, Brokers: strings.Split(brokers, ",")}
 	k.ready = k.metadata
 	name := "Kafka"
 	switch kind {
@@ -148,20 +148,8 @@ func (k *Kafka) inProcess(options []kfake.Opt) error {
 	if err != nil {
 		return err
 	}
-	k.Fake, k.Brokers, k.backend = fake, fake.ListenAddrs(), fakeCluster{fake}
-	running.add(&k.Server)
-	return nil
-}
-
-type fakeCluster struct{ cluster *kfake.Cluster }
-
-func (fakeCluster) start(context.Context) error { return nil }
-func (fakeCluster) alive(context.Context) error { return nil }
-func (fakeCluster) kill(context.Context) error {
-	return errors.New("kill Kafka: kfake has no process to kill; start a Docker engine, or inject faults through Fake")
-}
-
-func (f fakeCluster) remove(context.Context) error {
-	f.cluster.Close()
+	k.Fake, k.Brokers = fake, fake.ListenAddrs()
+	k.backend = outside{"kill Kafka: kfake has no process to kill; start a Docker engine, or inject faults through Fake", fake.Close}
+	running.Store(&k.Server, nil)
 	return nil
 }

@@ -58,7 +58,7 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 	if err != nil {
 		return nil, fmt.Errorf("start PostgreSQL: %w", err)
 	}
-	p := &Postgres{Server: Server{Kind: kind, backend: external{}}, URL: address}
+	p := &Postgres{Server: Server{Kind: kind, backend: external}, URL: address}
 	p.ready = p.connect
 	switch kind {
 	case KindExternal:

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // Kind is where a server comes from.
@@ -52,7 +54,7 @@ type Server struct {
 // Stop ends the server and removes its data. It does not touch an external server. Calling it again
 // does nothing.
 func (s *Server) Stop(ctx context.Context) error {
-	if !running.forget(s) {
+	if _, runs := running.LoadAndDelete(s); !runs {
 		return nil
 	}
 	return s.backend.remove(ctx)
@@ -78,8 +80,6 @@ func (s *Server) Restart(ctx context.Context) error {
 // await returns once the server answers. An open port or a line in a log is not enough: Docker's
 // proxy accepts connections before the server does, and logs differ between images.
 func (s *Server) await(ctx context.Context) error {
-	tick := time.NewTicker(pollEvery)
-	defer tick.Stop()
 	for {
 		attempt, cancel := context.WithTimeout(ctx, attemptMax)
 		err := s.ready(attempt)
@@ -90,10 +90,8 @@ func (s *Server) await(ctx context.Context) error {
 		if gone := s.backend.alive(ctx); errors.Is(gone, errExited) {
 			return gone
 		}
-		select {
-		case <-ctx.Done():
+		if !pause.For(ctx, pollEvery) {
 			return fmt.Errorf("wait until the server answers: %w; its last error: %w", ctx.Err(), err)
-		case <-tick.C:
 		}
 	}
 }
@@ -114,7 +112,7 @@ func launch(ctx context.Context, create func(port int) (*Server, error)) error {
 			return err
 		}
 		if err = s.Restart(ctx); err == nil {
-			running.add(s)
+			running.Store(s, nil)
 			return nil
 		}
 		err = errors.Join(err, s.backend.remove(context.WithoutCancel(ctx)))
@@ -188,58 +186,33 @@ func env(name string) string {
 	return os.Getenv(name) //nolint:forbidigo // the environment names the servers, to tests and commands alike
 }
 
+// running are the servers that StopAll stops. They belong to the process: the first test that needs
+// one starts it, and only the end of the process is a common place to stop them.
+var running sync.Map //nolint:gochecknoglobals // see above
+
 // StopAll stops every server that this process started and has not stopped yet.
 func StopAll(ctx context.Context) error {
 	var errs []error
-	for _, s := range running.list() {
-		errs = append(errs, s.Stop(ctx))
+	for s := range running.Range {
+		errs = append(errs, s.(*Server).Stop(ctx))
 	}
 	return errors.Join(errs...)
 }
 
-// running is the registry that StopAll stops. It belongs to the process, as the servers do: the
-// first test that needs one starts it, and only the end of the process is a common place to stop
-// them.
-var running registry //nolint:gochecknoglobals // see above
-
-type registry struct {
-	mu      sync.Mutex
-	servers map[*Server]struct{}
+// outside is a server that is no process of this program: one that others started, or kfake.
+type outside struct {
+	noKill string // why it cannot be killed
+	stop   func()
 }
 
-func (r *registry) add(s *Server) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.servers == nil {
-		r.servers = map[*Server]struct{}{}
+func (outside) start(context.Context) error  { return nil }
+func (outside) alive(context.Context) error  { return nil }
+func (o outside) kill(context.Context) error { return errors.New(o.noKill) }
+func (o outside) remove(context.Context) error {
+	if o.stop != nil {
+		o.stop()
 	}
-	r.servers[s] = struct{}{}
+	return nil
 }
 
-func (r *registry) forget(s *Server) (known bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	_, known = r.servers[s]
-	delete(r.servers, s)
-	return known
-}
-
-func (r *registry) list() []*Server {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	all := make([]*Server, 0, len(r.servers))
-	for s := range r.servers {
-		all = append(all, s)
-	}
-	return all
-}
-
-// external is a server that this program did not start.
-type external struct{}
-
-func (external) start(context.Context) error  { return nil }
-func (external) alive(context.Context) error  { return nil }
-func (external) remove(context.Context) error { return nil }
-func (external) kill(context.Context) error {
-	return errors.New("kill an external server: this program did not start it; start one with Own set")
-}
+var external = outside{noKill: "kill an external server: this program did not start it; start one with Own set"} //nolint:gochecknoglobals // a constant

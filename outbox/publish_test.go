@@ -263,13 +263,14 @@ func TestBadConfigurationIsRefused(t *testing.T) {
 }
 
 // Property: the SQL of the documents publishes: plain INSERTs, and the trigger for each row that is written.
+// Its constraint refuses a row that is too large.
 func TestDocumentedSQLPublishes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id text PRIMARY KEY, amount int)`)
 	require.NoError(t, err)
 	block := regexp.MustCompile("(?ms)^```sql\n(.*?)^```$")
-	for path, blocks := range map[string]int{"../README.md": 1, "../docs/how-to/publish.md": 2} {
+	for path, blocks := range map[string]int{"../README.md": 1, "../docs/how-to/publish.md": 3} {
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
 		found := block.FindAllStringSubmatch(string(text), -1)
@@ -289,6 +290,8 @@ func TestDocumentedSQLPublishes(t *testing.T) {
 	var rows int
 	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.outbox WHERE convert_from(key, 'UTF8') IN ('order-1', 'order-2')`).Scan(&rows))
 	require.Equal(t, 2, rows)
+	_, err = pool.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, payload) SELECT 't', convert_to(repeat('x', 1000000), 'UTF8')`)
+	require.ErrorContains(t, err, "outbox_record_is_too_large")
 }
 
 // A buffer sends nothing until it is flushed, then everything in the order in which it was added,

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -25,36 +27,35 @@ func Execute(ctx context.Context, args []string, environment map[string]string, 
 func CommandLine() string {
 	root := newCommands()
 	var text, run strings.Builder
+	others := map[string]bool{}
 	text.WriteString("# outbox-relay: the command line\n\n" +
 		"`outbox-relay help COMMAND` has what a command does, loses or repeats, with examples, and all flags with\n" +
 		"defaults and bounds. Written from the code: `go test ./cmd/outbox-relay/internal/command -run TestCommandLineIsDocumented -update`.\n\n" +
 		strings.TrimSpace(root.Long) + "\n\n## Flags of every command\n\n")
 	shownFlags(root, func(_, line string) { text.WriteString(line) })
-	text.WriteString("\n## Commands\n\n| Command | | Flags |\n|---|---|---|\n")
+	text.WriteString("\n## Commands\n\n| Command | |\n|---|---|\n")
 	var add func(c *cobra.Command)
 	add = func(c *cobra.Command) {
 		if c.Hidden || c.Name() == "completion" {
 			return
 		}
 		if c.HasParent() && !c.HasSubCommands() {
-			var flags []string
 			shownFlags(c, func(name, line string) {
-				flags = append(flags, "`--"+name+"`")
 				if c.Name() == "run" {
 					run.WriteString(line)
+				} else {
+					others["`--"+name+"`"] = true
 				}
 			})
-			if c.Name() == "run" {
-				flags = []string{"below"}
-			}
-			fmt.Fprintf(&text, "| `%s` | %s | %s |\n", shortPath(c), c.Short, strings.Join(flags, " "))
+			fmt.Fprintf(&text, "| `%s` | %s |\n", shortPath(c), c.Short)
 		}
 		for _, sub := range c.Commands() {
 			add(sub)
 		}
 	}
 	add(root)
-	return text.String() + "\n## Flags of run\n\n" + run.String()
+	return text.String() + "\n## Flags of run\n\n" + run.String() + "\n## Flags of other commands\n\n" +
+		"`outbox-relay help COMMAND` has those of each.\n\n" + strings.Join(slices.Sorted(maps.Keys(others)), " ") + "\n"
 }
 
 // Helps returns the long text and the examples of each command by its name.

@@ -130,7 +130,6 @@ func examineKafka(ctx context.Context, s *cli.Settings, db operator.Querier, opt
 	if db == nil || !doctor.Well(findings) {
 		return findings
 	}
-	findings = append(findings, doctor.MessageSize(limited, admin)...)
 	findings = append(findings, doctor.Topics(limited, db, admin, s.Schema, options.topicPrefix)...)
 	findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
 	return append(findings, doctor.Consumers(limited, db, admin, s.Schema)...)

@@ -164,7 +164,7 @@ func TestDoctorChecksEverything(t *testing.T) {
 	assert.Equal(t, map[string]string{
 		"database": "ok", "server": "ok", "writable": "ok", "transactions": "ok", "rights": "ok",
 		"schema": "ok", "sequence": "ok", "definitions": "ok", "pooler": "ok", "replication": "ok", "status": "fail", "keys": "ok",
-		"brokers": "ok", "message size": "ok", "topic never-created": "fail", "progress topic " + progress: "ok", "consumers": "ok",
+		"brokers": "ok", "topic never-created": "fail", "progress topic " + progress: "ok", "consumers": "ok",
 	}, found)
 	r := runOn(t, address, "doctor")
 	assert.Empty(t, r.stderr)

@@ -15,7 +15,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // ErrUnknown means that the order names a group, topic, partition or consumer that does not exist.
@@ -32,19 +31,7 @@ type Consumer struct {
 
 // Registered returns every consumer, by name.
 func Registered(ctx context.Context, db operator.Querier, schema string) ([]Consumer, error) {
-	return collect[Consumer](ctx, db, "read consumers", migrations.InSchema(registeredSQL, schema))
-}
-
-func collect[T any](ctx context.Context, db operator.Querier, what, sql string, args ...any) ([]T, error) {
-	rows, err := db.Query(ctx, sql, args...)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[T])
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	return all, nil
+	return operator.Rows(ctx, db, "read consumers", schema, registeredSQL, pgx.RowToStructByPos[Consumer])
 }
 
 // order runs work in a transaction: see operator.Change.
@@ -59,7 +46,7 @@ func order(ctx context.Context, db operator.Beginner, what string, work func(tx 
 // knows refuses a topic that no consumer of the group has: an order for it would have no effect.
 func knows(ctx context.Context, tx pgx.Tx, schema, group, topic string) error {
 	type pair struct{ Group, Topic string }
-	all, err := collect[pair](ctx, tx, "read known groups", migrations.InSchema(knownSQL, schema))
+	all, err := operator.Rows(ctx, tx, "read known groups", schema, knownSQL, pgx.RowToStructByPos[pair])
 	if err != nil {
 		return err
 	}

@@ -21,7 +21,7 @@ type Pause struct {
 
 // Pauses returns the pauses of a group and a topic; nil is any.
 func Pauses(ctx context.Context, db operator.Querier, schema string, group, topic *string) ([]Pause, error) {
-	return collect[Pause](ctx, db, "read paused topics", migrations.InSchema(pausesSQL, schema), group, topic)
+	return operator.Rows(ctx, db, "read paused topics", schema, pausesSQL, pgx.RowToStructByPos[Pause], group, topic)
 }
 
 // PauseTopic makes the messages of a topic wait for a group, in Kafka. If the topic is already

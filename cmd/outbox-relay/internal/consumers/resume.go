@@ -67,17 +67,10 @@ type Order struct {
 
 // Orders returns the orders that are not carried out, at most 1000.
 func Orders(ctx context.Context, db operator.Querier, schema string) ([]Order, error) {
-	rows, err := db.Query(ctx, migrations.InSchema(ordersSQL, schema))
-	if err != nil {
-		return nil, fmt.Errorf("read orders to resume: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (o Order, err error) {
-		return o, row.Scan(&o.Group, &o.Topic, &o.Partition.Partition, &o.Position, &o.ResumeAt, &o.Holder)
+	return operator.Rows(ctx, db, "read orders to resume", schema, ordersSQL, func(row pgx.CollectableRow) (o Order, err error) {
+		err = row.Scan(&o.Group, &o.Topic, &o.Partition.Partition, &o.Position, &o.ResumeAt, &o.Holder)
+		return o, err
 	})
-	if err != nil {
-		return nil, fmt.Errorf("read orders to resume: %w", err)
-	}
-	return all, nil
 }
 
 // Extent is what Kafka has of a partition: offsets from Start to End.
@@ -154,11 +147,7 @@ func (r *Resumption) lock(ctx context.Context, tx pgx.Tx, schema string) error {
 	if err := knows(ctx, tx, schema, p.Group, p.Topic); err != nil {
 		return err
 	}
-	rows, err := tx.Query(ctx, migrations.InSchema(partitionsSQL, schema), p.Group, p.Topic)
-	if err != nil {
-		return err
-	}
-	numbers, err := pgx.CollectRows(rows, pgx.RowTo[int32])
+	numbers, err := operator.Rows(ctx, tx, "read its partitions", schema, partitionsSQL, pgx.RowTo[int32], p.Group, p.Topic)
 	if err != nil {
 		return err
 	}

@@ -23,7 +23,7 @@ func CheckRule(rule string) error {
 
 // Rule returns a consumer.
 func Rule(ctx context.Context, db operator.Querier, schema, name string) (*Consumer, error) {
-	found, err := collect[Consumer](ctx, db, "read the consumer", migrations.InSchema(ruleSQL, schema), name)
+	found, err := operator.Rows(ctx, db, "read the consumer", schema, ruleSQL, pgx.RowToStructByPos[Consumer], name)
 	if err != nil {
 		return nil, err
 	}
@@ -41,7 +41,7 @@ func SetRule(ctx context.Context, db operator.Beginner, schema string, by operat
 		return nil, fmt.Errorf("rule %.100q: %w", rule, err)
 	}
 	err = order(ctx, db, "change the rule for IDs", func(tx pgx.Tx) error {
-		found, err := collect[Consumer](ctx, tx, "read the consumer", migrations.InSchema(lockRuleSQL, schema), name)
+		found, err := operator.Rows(ctx, tx, "read the consumer", schema, lockRuleSQL, pgx.RowToStructByPos[Consumer], name)
 		if err != nil {
 			return err
 		}
@@ -51,12 +51,12 @@ func SetRule(ctx context.Context, db operator.Beginner, schema string, by operat
 		if before = &found[0]; before.IDRule == rule {
 			return nil
 		}
-		held, err := collect[struct{ At string }](ctx, tx, "read positions", migrations.InSchema(holdersSQL, schema), before.Group, before.Topics)
+		held, err := operator.Rows(ctx, tx, "read positions", schema, holdersSQL, pgx.RowTo[string], before.Group, before.Topics)
 		if err != nil {
 			return err
 		}
 		if len(held) > 0 && !force {
-			return fmt.Errorf("a replica runs, and would keep the old rule: %s; stop all replicas first, or give --force if their processes are dead", held[0].At)
+			return fmt.Errorf("a replica runs, and would keep the old rule: %s; stop all replicas first, or give --force if their processes are dead", held[0])
 		}
 		if _, err := tx.Exec(ctx, migrations.InSchema(setRuleSQL, schema), name, rule); err != nil {
 			return err

@@ -6,8 +6,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
@@ -66,13 +64,10 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 	if limit == 0 {
 		return nil
 	}
-	rows, err := db.Query(ctx, inSchema(behindSQL, schema), limit.Seconds())
-	if err != nil {
-		return fmt.Errorf("read how late consumers are: %w", err)
-	}
 	var name string
 	var b Behind
-	_, err = pgx.ForEachRow(rows, []any{&name, &b.Topic, &b.Partition, &b.Owner, &b.AgeSeconds, &b.Partitions, &b.Unheld}, func() error {
+	into := []any{&name, &b.Topic, &b.Partition, &b.Owner, &b.AgeSeconds, &b.Partitions, &b.Unheld}
+	return operator.Each(ctx, db, "read how late consumers are", schema, behindSQL, []any{limit.Seconds()}, into, func() error {
 		for i := range s.Consuming {
 			if s.Consuming[i].Name == name {
 				found := b
@@ -86,10 +81,6 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 		}
 		return nil
 	})
-	if err != nil {
-		return fmt.Errorf("read how late consumers are: %w", err)
-	}
-	return nil
 }
 
 // shellWord quotes a name for a shell.

@@ -8,8 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -131,57 +129,45 @@ func (c *ConsumerStatus) parked() (n int64) {
 
 // readConsumers adds every consumer.
 func (s *Status) readConsumers(ctx context.Context, db operator.Querier, schema string, missing func(context.Context, []string) ([]string, error)) error {
-	rows, err := db.Query(ctx, inSchema(consumersSQL, schema))
-	if err != nil {
-		return fmt.Errorf("read consumers: %w", err)
-	}
 	c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}}
 	byName, topics := map[string]int{}, map[string][]string{}
 	var names []string
-	_, err = pgx.ForEachRow(rows, []any{&c.Name, &c.Group, &names, &c.IDRule, &c.Partitions}, func() error {
+	err := operator.Each(ctx, db, "read consumers", schema, consumersSQL, nil, []any{&c.Name, &c.Group, &names, &c.IDRule, &c.Partitions}, func() error {
 		c.Parked, topics[c.Name] = map[string]int64{}, slices.Clone(names)
 		byName[c.Name] = len(s.Consuming)
 		s.Consuming = append(s.Consuming, c)
 		return nil
 	})
+	if err == nil {
+		err = s.readTrouble(ctx, db, schema, byName)
+	}
+	if err == nil {
+		err = s.readParked(ctx, db, schema, byName)
+	}
 	if err != nil {
-		return fmt.Errorf("read consumers: %w", err)
-	}
-	if err := s.readTrouble(ctx, db, schema, byName); err != nil {
-		return fmt.Errorf("read halted partitions: %w", err)
-	}
-	if err := s.readParked(ctx, db, schema, byName); err != nil {
-		return fmt.Errorf("count parked messages: %w", err)
+		return err
 	}
 	s.readMissing(ctx, topics, missing)
 	return s.notes(ctx, db, schema)
 }
 
 func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
-	rows, err := db.Query(ctx, inSchema(troubleSQL, schema), troubleMax)
-	if err != nil {
-		return err
-	}
 	var name string
 	var t PartitionTrouble
-	_, err = pgx.ForEachRow(rows, []any{&name, &t.Topic, &t.Partition, &t.Owner, &t.Text, &t.SaidSeconds}, func() error {
+	into := []any{&name, &t.Topic, &t.Partition, &t.Owner, &t.Text, &t.SaidSeconds}
+	return operator.Each(ctx, db, "read halted partitions", schema, troubleSQL, []any{troubleMax}, into, func() error {
 		if i, known := byName[name]; known {
 			s.Consuming[i].Trouble = append(s.Consuming[i].Trouble, t)
 		}
 		return nil
 	})
-	return err
 }
 
 func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
-	rows, err := db.Query(ctx, inSchema(parkedSQL, schema), pipeline.CountMax)
-	if err != nil {
-		return err
-	}
 	var name, reason string
 	var count, keys int64
 	var oldest float64
-	_, err = pgx.ForEachRow(rows, []any{&name, &reason, &count, &keys, &oldest}, func() error {
+	err := operator.Each(ctx, db, "count parked messages", schema, parkedSQL, []any{pipeline.CountMax}, []any{&name, &reason, &count, &keys, &oldest}, func() error {
 		if i, known := byName[name]; known {
 			c := &s.Consuming[i]
 			c.Parked[reason] = count

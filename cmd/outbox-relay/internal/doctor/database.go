@@ -163,11 +163,7 @@ func grants(ctx context.Context, db operator.Querier, schema, part string) ([]st
 	for _, r := range needed {
 		kinds, names, privileges, columns = append(kinds, r.kind), append(names, r.name), append(privileges, r.privilege), append(columns, r.columns)
 	}
-	rows, err := db.Query(ctx, rightsSQL, schema, kinds, names, privileges, columns)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, pgx.RowTo[string])
+	return operator.Rows(ctx, db, "compare rights", schema, rightsSQL, pgx.RowTo[string], schema, kinds, names, privileges, columns)
 }
 
 // Sequence checks that seq is assigned in order. With a cache each session would have its own

@@ -54,11 +54,7 @@ func Definitions(ctx context.Context, db operator.Querier, schema string) []Find
 		return broken(check, err)
 	}
 	wrong, unknown := compareDefinitions(stored, schema)
-	var strangers []string
-	rows, err := db.Query(ctx, strangeOwnersSQL, schema)
-	if err == nil {
-		strangers, err = pgx.CollectRows(rows, pgx.RowTo[string])
-	}
+	strangers, err := operator.Rows(ctx, db, "read owners", schema, strangeOwnersSQL, pgx.RowTo[string], schema)
 	if err != nil {
 		return broken(check, err)
 	}
@@ -90,11 +86,7 @@ func readDefinitions(ctx context.Context, db operator.Querier, schema string) (s
 	if err := db.QueryRow(ctx, schemaOwnerSQL, schema).Scan(&owner); err != nil {
 		return nil, "", err
 	}
-	rows, err := db.Query(ctx, definitionsSQL, schema)
-	if err != nil {
-		return nil, "", err
-	}
-	stored, err = pgx.CollectRows(rows, pgx.RowToStructByPos[definition])
+	stored, err = operator.Rows(ctx, db, "read definitions", schema, definitionsSQL, pgx.RowToStructByPos[definition], schema)
 	return stored, owner, err
 }
 

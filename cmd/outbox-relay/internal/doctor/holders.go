@@ -5,10 +5,9 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // Limits on what blocks others. Transactions that write to an outbox are short; a busy server
@@ -22,16 +21,12 @@ const (
 // relay's floor and their slot of the outbox; all of them keep vacuum from removing dead rows.
 func OpenTransactions(ctx context.Context, db operator.Querier) []Finding {
 	const check = "transactions"
-	rows, err := db.Query(ctx, openSQL)
-	if err != nil {
-		return broken(check, err)
-	}
 	var found []Finding
 	oldest := ""
 	var what, remedy string
 	var seconds float64
 	var writes bool
-	_, err = pgx.ForEachRow(rows, []any{&what, &remedy, &seconds, &writes}, func() error {
+	err := operator.Each(ctx, db, "read open transactions", migrations.DefaultSchema, openSQL, nil, []any{&what, &remedy, &seconds, &writes}, func() error {
 		open := age(seconds)
 		if oldest == "" && writes {
 			oldest = fmt.Sprintf("the oldest transaction that writes has been open for %s: %s; it does not stall the relay, but rows above its floor are kept", human.Duration(open), what)
@@ -60,15 +55,11 @@ func OpenTransactions(ctx context.Context, db operator.Querier) []Finding {
 // rows and, indefinitely, WAL.
 func ReplicationSlots(ctx context.Context, db operator.Querier) []Finding {
 	const check = "replication"
-	rows, err := db.Query(ctx, holdersSQL)
-	if err != nil {
-		return broken(check, err)
-	}
 	var found []Finding
 	var what, remedy string
 	var active bool
 	var behind, wal int64
-	_, err = pgx.ForEachRow(rows, []any{&what, &remedy, &active, &behind, &wal}, func() error {
+	err := operator.Each(ctx, db, "read what holds dead rows back", migrations.DefaultSchema, holdersSQL, nil, []any{&what, &remedy, &active, &behind, &wal}, func() error {
 		switch {
 		case !active:
 			found = append(found, warn(check, remedy, "no process reads %s: it keeps the dead rows of the last %s and %d MiB of WAL", what, human.Count(behind, "transaction"), wal>>20))

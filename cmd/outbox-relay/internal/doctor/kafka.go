@@ -111,50 +111,45 @@ func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema
 	return found
 }
 
-// listTopics describes each topic in a request of its own if one of them may not be described: a
+// perTopic asks about topics in one request, or in one for each if one of them may not be described: a
 // request for all of them fails then.
-func listTopics(ctx context.Context, admin *kadm.Client, names []string) (kadm.TopicDetails, error) {
-	ctx = kadm.WithAuthorizedOps(ctx)
-	details, err := admin.ListTopics(ctx, names...)
-	var refused *kadm.AuthError
-	if !errors.As(err, &refused) {
-		return details, err
+func perTopic(names []string, ask func(names ...string) error, refused func(name string, err error)) error {
+	err := ask(names...)
+	var denied *kadm.AuthError
+	if !errors.As(err, &denied) {
+		return err
 	}
-	details = kadm.TopicDetails{}
 	for _, name := range names {
-		one, err := admin.ListTopics(ctx, name)
-		switch {
-		case errors.As(err, &refused):
-			details[name] = kadm.TopicDetail{Topic: name, Err: refused.Err}
+		switch err := ask(name); {
+		case errors.As(err, &denied):
+			refused(name, denied.Err)
 		case err != nil:
-			return nil, err
-		default:
-			maps.Copy(details, one)
+			return err
 		}
 	}
-	return details, nil
+	return nil
 }
 
-// topicConfigs does the same for their settings.
-func topicConfigs(ctx context.Context, admin *kadm.Client, names []string) (kadm.ResourceConfigs, error) {
-	configs, err := admin.DescribeTopicConfigs(ctx, names...)
-	var refused *kadm.AuthError
-	if !errors.As(err, &refused) {
-		return configs, err
-	}
-	configs = nil
-	for _, name := range names {
-		one, err := admin.DescribeTopicConfigs(ctx, name)
-		switch {
-		case errors.As(err, &refused):
-			configs = append(configs, kadm.ResourceConfig{Name: name, Err: refused.Err})
-		case err != nil:
-			return nil, err
-		default:
-			configs = append(configs, one...)
+func listTopics(ctx context.Context, admin *kadm.Client, names []string) (kadm.TopicDetails, error) {
+	all := kadm.TopicDetails{}
+	return all, perTopic(names, func(names ...string) error {
+		details, err := admin.ListTopics(kadm.WithAuthorizedOps(ctx), names...)
+		if err == nil {
+			maps.Copy(all, details)
 		}
-	}
-	return configs, nil
+		return err
+	}, func(name string, err error) { all[name] = kadm.TopicDetail{Topic: name, Err: err} })
+}
+
+func topicConfigs(ctx context.Context, admin *kadm.Client, names []string) (all kadm.ResourceConfigs, err error) {
+	err = perTopic(names, func(names ...string) error {
+		configs, err := admin.DescribeTopicConfigs(ctx, names...)
+		if err == nil {
+			all = append(all, configs...)
+		}
+		return err
+	}, func(name string, err error) { all = append(all, kadm.ResourceConfig{Name: name, Err: err}) })
+	return all, err
 }
 
 // notWritable checks the rights of the user of these connections, which should be the relay's.
@@ -224,35 +219,6 @@ const relayBytesMax = 90_000_000
 // messageBytesStandard is Kafka's default for message.max.bytes.
 const messageBytesStandard = 1_048_588
 
-// MessageSize checks the limit of topics that have none of their own, such as topics created later.
-func MessageSize(ctx context.Context, admin *kadm.Client) []Finding {
-	const check = "message size"
-	meta, err := admin.BrokerMetadata(ctx)
-	if err != nil {
-		return broken(check, err)
-	}
-	configs, err := admin.DescribeBrokerConfigs(ctx, meta.Brokers.NodeIDs()...)
-	if err != nil {
-		return broken(check, err)
-	}
-	var tight []string
-	for _, config := range configs {
-		if config.Err != nil {
-			// A relay does not need this right, and should not have it.
-			return []Finding{ok(check, "not checked: the brokers' settings cannot be read (%v)", config.Err)}
-		}
-		if limit, known := setting(config, "message.max.bytes"); known && limit < outbox.RecordBytesMaxDefault {
-			tight = append(tight, fmt.Sprintf("%d on broker %s", limit, config.Name))
-		}
-	}
-	if len(tight) > 0 {
-		return []Finding{warn(check,
-			fmt.Sprintf("kafka-configs.sh --bootstrap-server \"$KAFKA_BROKERS\" --alter --entity-type brokers --entity-default --add-config message.max.bytes=%d", messageBytesStandard),
-			"message.max.bytes is %s: a topic without max.message.bytes accepts less than the %d bytes that outbox.Publish accepts by default", strings.Join(tight, ", "), outbox.RecordBytesMaxDefault)}
-	}
-	return []Finding{ok(check, "the brokers' message.max.bytes is not below what outbox.Publish accepts")}
-}
-
 // alterTopic returns the command that changes one setting of a topic. A topic's name needs no
 // quotes.
 func alterTopic(topic, name string, value int64) string {
@@ -308,13 +274,9 @@ func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[
 	for name, largest := range waiting {
 		wanted[name] = wantedTopic{largest: overhead + largest}
 	}
-	rows, err := db.Query(ctx, inSchema(deadTopicsSQL, schema), TopicRowsMax)
+	dead, err := operator.Rows(ctx, db, "read topics of dead rows", schema, deadTopicsSQL, pgx.RowTo[string], TopicRowsMax)
 	if err != nil {
-		return nil, fmt.Errorf("read topics of dead rows: %w", err)
-	}
-	dead, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("read topics of dead rows: %w", err)
+		return nil, err
 	}
 	for _, name := range dead {
 		wanted[name] = wantedTopic{largest: wanted[name].largest}

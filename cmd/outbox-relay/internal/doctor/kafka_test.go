@@ -128,8 +128,7 @@ func TestReplicasInSyncAreJudged(t *testing.T) {
 	}
 }
 
-// A record that the relay cannot publish, whatever the topic takes, is found before; and brokers
-// whose own limit is below what outbox.Publish accepts are, too.
+// A record that the relay cannot publish, whatever the topic takes, is found before.
 func TestSizesAreCompared(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -139,16 +138,6 @@ func TestSizesAreCompared(t *testing.T) {
 	f := byCheck(topics(t, conn), huge)[0]
 	assert.Equal(t, doctor.Fail, f.Severity)
 	assert.Contains(t, f.Message, "the relay publishes none above 90000000")
-
-	brokers := func(limit string) doctor.Finding {
-		fake := kafkatest.Fake(t, kfake.BrokerConfigs(map[string]string{"message.max.bytes": limit}))
-		return only(t, doctor.MessageSize(t.Context(), kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))))
-	}
-	assert.Equal(t, doctor.OK, brokers("1048588").Severity)
-	small := brokers("999999")
-	assert.Equal(t, doctor.Warn, small.Severity)
-	assert.Contains(t, small.Message, "message.max.bytes is 999999 on broker 0")
-	assert.Contains(t, small.Remedy, "--add-config message.max.bytes=1048588")
 }
 
 // A broker whose advertised address leads nowhere is the classic trap: the seed answers, producing

@@ -24,13 +24,10 @@ type PausedTopic struct {
 }
 
 // readPausedTopics reads the paused topics, also those without waiting rows: their next row waits.
-func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) error {
-	rows, err := db.Query(ctx, inSchema(pausedTopicsSQL, schema), relay, pipeline.CountMax)
+func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) (err error) {
+	s.PausedTopics, err = operator.Rows(ctx, db, "read paused topics", schema, pausedTopicsSQL, pgx.RowToStructByPos[PausedTopic], relay, pipeline.CountMax)
 	if err != nil {
-		return fmt.Errorf("read paused topics: %w", err)
-	}
-	if s.PausedTopics, err = pgx.CollectRows(rows, pgx.RowToStructByPos[PausedTopic]); err != nil {
-		return fmt.Errorf("read paused topics: %w", err)
+		return err
 	}
 	for _, p := range s.PausedTopics {
 		waiting := "none of its rows wait"

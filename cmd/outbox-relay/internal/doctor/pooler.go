@@ -33,22 +33,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	case first == conn.PgConn().PID():
 		return []Finding{ok(check, "the connection goes to PostgreSQL directly")}
 	}
-	// In transaction mode the first connection's server is free while that connection is between
-	// transactions, and the next connection usually gets it.
-	other, err := connect(ctx)
-	if err != nil {
-		return broken(check, cmp.Or(ctx.Err(), err))
-	}
-	defer hangUp(ctx, other)
-	second, _, err := askBackend(ctx, other)
-	if err != nil {
-		return broken(check, err)
-	}
-	mode := "session mode, or transaction mode under load"
-	if second == first {
-		mode = "transaction mode"
-	}
-	return []Finding{ok(check, "the connection goes through a pooler (%s); the relay works with it, \"outbox-relay migrate\" needs a direct connection to PostgreSQL: see docs/how-to/pgbouncer.md", mode)}
+	return []Finding{ok(check, "the connection goes through a pooler; the relay works with it, \"outbox-relay migrate\" needs a direct connection to PostgreSQL: see docs/how-to/pgbouncer.md")}
 }
 
 // hangUp closes a connection cleanly, and waits at most a second.

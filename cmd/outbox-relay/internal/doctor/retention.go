@@ -20,51 +20,52 @@ import (
 
 // window is how long a consumer recognises redelivered messages.
 type window struct {
-	name   string
-	topics []string
-	keeps  *float64 // seconds; nil: forever
+	Name   string
+	Topics []string
+	Keeps  *float64 // seconds; nil: forever
 }
 
 // parkedAt is a partition with parked messages.
 type parkedAt struct {
-	topic     string
-	partition int32
-	count     int64
+	Topic     string
+	Partition int32
+	Count     int64
 }
 
 // heldBack is a topic whose positions keep claims from being forgotten.
 type heldBack struct {
-	group, topic string
-	partitions   int64
-	seconds      float64 // since the oldest of them was up to date
+	Group, Topic string
+	Partitions   int64
+	Seconds      float64 // since the oldest of them was up to date
 }
 
 // Consumers compares what the tables say about consumers with Kafka: topics with those that exist,
 // dedup windows with the retention of the topics, parked messages with the partitions that exist,
 // positions with the groups that still exist. ctx limits how long it waits for brokers.
 func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, schema string) []Finding {
-	windows, err := readWindows(ctx, db, schema)
+	windows, err := operator.Rows(ctx, db, "read consumers", schema, windowsSQL, pgx.RowToStructByPos[window])
 	if err != nil {
 		return broken("consumers", err)
 	}
 	if len(windows) == 0 {
 		return []Finding{ok("consumers", "none is registered")}
 	}
-	parked, held, err := readLeftOvers(ctx, db, schema)
-	if err != nil {
+	parked, err := operator.Rows(ctx, db, "read partitions of parked messages", schema, parkedPartitionsSQL, pgx.RowToStructByPos[parkedAt], pipeline.CountMax)
+	held, heldErr := operator.Rows(ctx, db, "read positions", schema, heldBackSQL, pgx.RowToStructByPos[heldBack])
+	if err := errors.Join(err, heldErr); err != nil {
 		return broken("consumers", err)
 	}
 	names := map[string]bool{}
 	for _, w := range windows {
-		for _, topic := range w.topics {
+		for _, topic := range w.Topics {
 			names[topic] = true
 		}
 	}
 	for _, p := range parked {
-		names[p.topic] = true
+		names[p.Topic] = true
 	}
 	for _, h := range held {
-		names[h.topic] = true
+		names[h.Topic] = true
 	}
 	details := kadm.TopicDetails{}
 	if len(names) > 0 { // an empty list would mean all
@@ -88,50 +89,12 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 	return found
 }
 
-func readWindows(ctx context.Context, db operator.Querier, schema string) ([]window, error) {
-	rows, err := db.Query(ctx, inSchema(windowsSQL, schema))
-	if err != nil {
-		return nil, fmt.Errorf("read consumers: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (w window, err error) {
-		return w, row.Scan(&w.name, &w.topics, &w.keeps)
-	})
-	if err != nil {
-		return nil, fmt.Errorf("read consumers: %w", err)
-	}
-	return all, nil
-}
-
-func readLeftOvers(ctx context.Context, db operator.Querier, schema string) ([]parkedAt, []heldBack, error) {
-	rows, err := db.Query(ctx, inSchema(parkedPartitionsSQL, schema), pipeline.CountMax)
-	if err != nil {
-		return nil, nil, fmt.Errorf("read partitions of parked messages: %w", err)
-	}
-	parked, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p parkedAt, err error) {
-		return p, row.Scan(&p.topic, &p.partition, &p.count)
-	})
-	if err != nil {
-		return nil, nil, fmt.Errorf("read partitions of parked messages: %w", err)
-	}
-	rows, err = db.Query(ctx, inSchema(heldBackSQL, schema))
-	if err != nil {
-		return nil, nil, fmt.Errorf("read positions: %w", err)
-	}
-	held, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (h heldBack, err error) {
-		return h, row.Scan(&h.group, &h.topic, &h.partitions, &h.seconds)
-	})
-	if err != nil {
-		return nil, nil, fmt.Errorf("read positions: %w", err)
-	}
-	return parked, held, nil
-}
-
 // examineNames finds topics that do not exist: a consumer of one waits forever.
 func examineNames(windows []window, details kadm.TopicDetails, replicas int) (found []Finding) {
 	for _, w := range windows {
-		for _, topic := range w.topics {
+		for _, topic := range w.Topics {
 			if consumers.Absent(details, topic) {
-				found = append(found, warn("consumer "+w.name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
+				found = append(found, warn("consumer "+w.Name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
 					"topic %s does not exist: is its name misspelt? The consumer gets no messages from it", topic))
 			}
 		}
@@ -164,14 +127,14 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 	}
 	var found []Finding
 	for _, w := range windows {
-		check := "consumer " + w.name
-		if w.keeps == nil {
+		check := "consumer " + w.Name
+		if w.Keeps == nil {
 			found = append(found, ok(check, "it recognises duplicates forever"))
 			continue
 		}
-		keeps := time.Duration(*w.keeps * float64(time.Second))
+		keeps := time.Duration(*w.Keeps * float64(time.Second))
 		short := false
-		for _, topic := range w.topics {
+		for _, topic := range w.Topics {
 			kept, known := retention[topic]
 			if !known || kept <= keeps {
 				continue
@@ -226,15 +189,15 @@ func keptText(d time.Duration) string {
 // examineParked finds parked messages that no consumer will ever receive.
 func examineParked(parked []parkedAt, details kadm.TopicDetails) (found []Finding) {
 	for _, p := range parked {
-		d, listed := details[p.topic]
+		d, listed := details[p.Topic]
 		if listed && d.Err != nil && !errors.Is(d.Err, kerr.UnknownTopicOrPartition) {
 			continue // not allowed to look
 		}
-		if _, exists := d.Partitions[p.partition]; listed && d.Err == nil && exists {
+		if _, exists := d.Partitions[p.Partition]; listed && d.Err == nil && exists {
 			continue
 		}
-		found = append(found, warn("parked", "outbox-relay parked list --topic "+p.topic+`   # create the partition, then run parked retry; else decide on each: docs/runbook.md, "Parked messages"`,
-			"%s of %s/%d parked, and Kafka does not have that partition: no consumer holds it, so a retry waits forever", human.Count(p.count, "message"), p.topic, p.partition))
+		found = append(found, warn("parked", "outbox-relay parked list --topic "+p.Topic+`   # create the partition, then run parked retry; else decide on each: docs/runbook.md, "Parked messages"`,
+			"%s of %s/%d parked, and Kafka does not have that partition: no consumer holds it, so a retry waits forever", human.Count(p.Count, "message"), p.Topic, p.Partition))
 	}
 	return found
 }
@@ -246,17 +209,17 @@ const ifGone = `if it never comes back, see docs/runbook.md, "A group that is go
 // examineHeldBack reports what keeps claims that are older than every window.
 func examineHeldBack(held []heldBack, details kadm.TopicDetails, groups kadm.ListedGroups) (found []Finding) {
 	for _, h := range held {
-		age := time.Duration(h.seconds * float64(time.Second)).Round(time.Minute)
-		switch d, listed := details[h.topic]; {
+		age := time.Duration(h.Seconds * float64(time.Second)).Round(time.Minute)
+		switch d, listed := details[h.Topic]; {
 		case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition):
 			found = append(found, warn("retention", "create the topic again, or "+ifGone,
-				"group %s has %d positions of topic %s, which does not exist; because of them claims have not been forgotten for %v", h.group, h.partitions, h.topic, age))
-		case !active(groups, h.group):
+				"group %s has %d positions of topic %s, which does not exist; because of them claims have not been forgotten for %v", h.Group, h.Partitions, h.Topic, age))
+		case !active(groups, h.Group):
 			found = append(found, warn("retention", "start a consumer of the group, or "+ifGone,
-				"group %s has no member, and %d of its positions of topic %s are %v behind; because of them claims are not forgotten", h.group, h.partitions, h.topic, age))
+				"group %s has no member, and %d of its positions of topic %s are %v behind; because of them claims are not forgotten", h.Group, h.Partitions, h.Topic, age))
 		default:
 			found = append(found, warn("retention", "run \"outbox-relay status\": it shows what its partitions wait for",
-				"group %s is %v behind in %s of topic %s; claims are not forgotten before it has passed", h.group, age, human.Count(h.partitions, "partition"), h.topic))
+				"group %s is %v behind in %s of topic %s; claims are not forgotten before it has passed", h.Group, age, human.Count(h.Partitions, "partition"), h.Topic))
 		}
 	}
 	return found

@@ -8,8 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -167,15 +165,11 @@ func (s *Status) readDead(ctx context.Context, db operator.Querier, schema strin
 			names = append(names, r.Relay)
 		}
 	}
-	rows, err := db.Query(ctx, inSchema(deadSQL, schema), names, pipeline.CountMax)
-	if err != nil {
-		return fmt.Errorf("count dead rows: %w", err)
-	}
 	var relay, reason string
 	var shard int16
 	var n int64
 	counted := map[string]int64{}
-	_, err = pgx.ForEachRow(rows, []any{&relay, &shard, &reason, &n}, func() error {
+	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{names, pipeline.CountMax}, []any{&relay, &shard, &reason, &n}, func() error {
 		counted[relay] += n
 		for i := range s.Relays {
 			if s.Relays[i].Relay == relay && s.Relays[i].Shard == shard {
@@ -184,13 +178,10 @@ func (s *Status) readDead(ctx context.Context, db operator.Querier, schema strin
 		}
 		return nil
 	})
-	if err != nil {
-		return fmt.Errorf("count dead rows: %w", err)
-	}
 	for i := range s.Relays {
 		s.Relays[i].DeadExact = counted[s.Relays[i].Relay] < pipeline.CountMax
 	}
-	return nil
+	return err
 }
 
 // judge adds the problems. Each text names what to do.

@@ -16,7 +16,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/dedup"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // Limits on what is read at once.
@@ -131,13 +130,9 @@ func (f *Filter) Find(ctx context.Context, db operator.Querier, schema string) e
 		return nil
 	}
 	sql, args := findArgs(f.Name)
-	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)
+	seqs, err := operator.Rows(ctx, db, "find messages", schema, sql, pgx.RowTo[int64], args...)
 	if err != nil {
-		return fmt.Errorf("find messages: %w", err)
-	}
-	seqs, err := pgx.CollectRows(rows, pgx.RowTo[int64])
-	if err != nil {
-		return fmt.Errorf("find messages: %w", err)
+		return err
 	}
 	f.Seqs = append([]int64{}, seqs...) // none is not the same as any
 	return nil
@@ -232,13 +227,5 @@ func hide(stored json.RawMessage) json.RawMessage {
 }
 
 func read[T any](ctx context.Context, db operator.Querier, k Kind, schema, sql string, args ...any) ([]T, error) {
-	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)
-	if err != nil {
-		return nil, fmt.Errorf("read %s %s: %w", k, k.Words().Rows(), err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[T])
-	if err != nil {
-		return nil, fmt.Errorf("read %s %s: %w", k, k.Words().Rows(), err)
-	}
-	return all, nil
+	return operator.Rows(ctx, db, fmt.Sprintf("read %s %s", k, k.Words().Rows()), schema, sql, pgx.RowToStructByNameLax[T], args...)
 }

@@ -77,15 +77,12 @@ func ReadPositions(ctx context.Context, db operator.Querier, kafka *Kafka, schem
 		return nil, err
 	}
 	p.Shards = shards
-	rows, err := db.Query(ctx, inSchema(positionsSQL, schema), filter.Group, filter.Topic)
-	if err == nil {
-		p.Consumers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Position, err error) {
-			err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble, &c.ResumeAt)
-			return c, err
-		})
-	}
+	p.Consumers, err = operator.Rows(ctx, db, "read positions", schema, positionsSQL, func(row pgx.CollectableRow) (c Position, err error) {
+		err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble, &c.ResumeAt)
+		return c, err
+	}, filter.Group, filter.Topic)
 	if err != nil {
-		return nil, wrap("read positions", err)
+		return nil, err
 	}
 	if err := p.readPauses(ctx, db, schema, filter); err != nil {
 		return nil, err

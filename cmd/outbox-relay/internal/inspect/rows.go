@@ -28,12 +28,7 @@ func asBytes(ids []uuid.UUID) [][16]byte {
 
 // query reads rows of a section, which an error names.
 func query[T any](ctx context.Context, e *explainer, section, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
-	rows, err := e.db.Query(ctx, inSchema(sql, e.Schema), args...)
-	if err != nil {
-		return nil, wrap("read "+section, err)
-	}
-	all, err := pgx.CollectRows(rows, scan)
-	return all, wrap("read "+section, err)
+	return operator.Rows(ctx, e.db, "read "+section, e.Schema, sql, scan, args...)
 }
 
 func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
@@ -71,18 +66,13 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 		seqs = append(seqs, row.Seq)
 	}
 	for name, cut := range cuts {
-		found, err := e.db.Query(ctx, inSchema(publishedSQL, e.Schema), cut.Args(seqs)...)
+		published, err := operator.Rows(ctx, e.db, fmt.Sprintf("read what relay %q has published", name), e.Schema, publishedSQL, pgx.RowTo[int64], cut.Args(seqs)...)
 		if err != nil {
-			return fmt.Errorf("read what relay %q has published: %w", name, err)
-		}
-		published := map[int64]bool{}
-		var seq int64
-		if _, err := pgx.ForEachRow(found, []any{&seq}, func() error { published[seq] = true; return nil }); err != nil {
-			return fmt.Errorf("read what relay %q has published: %w", name, err)
+			return err
 		}
 		for _, row := range rows {
 			row.States[name] = StateWaiting
-			if published[row.Seq] {
+			if slices.Contains(published, row.Seq) {
 				row.States[name] = StatePublished
 			}
 		}
@@ -100,13 +90,9 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 // readRules reads the consumers' topics, and their rules for IDs. Without consumers, each header that any
 // standard rule reads counts.
 func (e *explainer) readRules(ctx context.Context) error {
-	rows, err := e.db.Query(ctx, inSchema(topicsSQL, e.Schema))
-	if err != nil {
-		return wrap("read the consumers' topics", err)
-	}
 	var topic, text string
 	texts := map[string]bool{}
-	_, err = pgx.ForEachRow(rows, []any{&topic, &text}, func() error {
+	err := operator.Each(ctx, e.db, "read the consumers' topics", e.Schema, topicsSQL, nil, []any{&topic, &text}, func() error {
 		e.scopes, texts[text] = append(e.scopes, topic), true
 		return nil
 	})
@@ -121,7 +107,7 @@ func (e *explainer) readRules(ctx context.Context) error {
 		e.rules = append(e.rules, rule.Sources())
 	}
 	e.scopes = slices.Compact(e.scopes)
-	return wrap("read the consumers' topics", err)
+	return err
 }
 
 func (e *explainer) readClaims(ctx context.Context) (err error) {
@@ -196,7 +182,7 @@ func (e *explainer) readActions(ctx context.Context) (err error) {
 	for _, row := range e.out.Outbox {
 		ids, seqs = append(ids, row.ID.String()), append(seqs, strconv.FormatInt(row.Seq, 10))
 	}
-	e.out.Actions, err = operator.ReadActions(ctx, e.db, inSchema(actionsSQL, e.Schema), ids, seqs)
+	e.out.Actions, err = operator.ReadActions(ctx, e.db, e.Schema, actionsSQL, ids, seqs)
 	return err
 }
 

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -72,17 +71,14 @@ func (t *Tail) Next(ctx context.Context, db operator.Querier, each func(TailRow)
 	if t.history {
 		sql, args = historySQL, []any{t.last, t.snapshot, historyRows}
 	}
-	rows, err := db.Query(ctx, inSchema(sql, t.Schema), append([]any{t.Topic, []byte(t.Key), t.PayloadMax}, args...)...)
-	if err != nil {
-		return false, fmt.Errorf("read the outbox: %w", err)
-	}
 	var seq *int64
 	var r TailRow
 	var id *[16]byte
 	var topic, snapshot *string
 	var created *time.Time
 	n := 0
-	_, err = pgx.ForEachRow(rows, []any{&snapshot, &seq, &id, &topic, (*[]byte)(&r.Key), &created, &r.PayloadBytes, &r.Payload}, func() error {
+	into := []any{&snapshot, &seq, &id, &topic, (*[]byte)(&r.Key), &created, &r.PayloadBytes, &r.Payload}
+	err = operator.Each(ctx, db, "read the outbox", t.Schema, sql, append([]any{t.Topic, []byte(t.Key), t.PayloadMax}, args...), into, func() error {
 		if seq == nil {
 			return nil // the outer join's empty row
 		}
@@ -92,7 +88,7 @@ func (t *Tail) Next(ctx context.Context, db operator.Querier, each func(TailRow)
 		return each(r)
 	})
 	if err != nil {
-		return false, fmt.Errorf("read the outbox: %w", err)
+		return false, err
 	}
 	if t.history {
 		t.history = n == historyRows

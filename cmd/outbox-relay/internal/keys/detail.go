@@ -46,5 +46,5 @@ func Show(ctx context.Context, db operator.Querier, schema string, row Row, payl
 
 // Actions returns what operators did to a key, the newest first, even if the key is deleted.
 func Actions(ctx context.Context, db operator.Querier, schema string, place Place, limit int) ([]operator.Action, error) {
-	return operator.ReadActions(ctx, db, inSchema(actionsSQL, schema), place.Scope, place.Operation, place.Key, limit)
+	return operator.ReadActions(ctx, db, schema, actionsSQL, place.Scope, place.Operation, place.Key, limit)
 }

@@ -3,7 +3,6 @@ package keys
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/google/uuid"
@@ -115,7 +114,7 @@ func (f Filter) args(limit int) []any {
 
 // List returns keys, the newest first.
 func List(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) ([]Row, error) {
-	return collect(ctx, db, scanRow, inSchema(listSQL, schema), filter.args(limit)...)
+	return read(ctx, db, schema, listSQL, filter.args(limit)...)
 }
 
 // Name is what a person knows of a key. Nil: any.
@@ -127,21 +126,13 @@ type Name struct {
 // Find returns the keys of a name, the newest first, at most 100. Without scope and operation it
 // reads the whole table.
 func Find(ctx context.Context, db operator.Querier, schema string, name Name) ([]Row, error) {
-	return collect(ctx, db, scanRow, inSchema(findSQL, schema), name.Key, name.Scope, name.Operation, findMax)
+	return read(ctx, db, schema, findSQL, name.Key, name.Scope, name.Operation, findMax)
 }
 
 const findMax = 100
 
-func collect[T any](ctx context.Context, db operator.Querier, scan pgx.RowToFunc[T], sql string, args ...any) ([]T, error) {
-	rows, err := db.Query(ctx, sql, args...)
-	if err != nil {
-		return nil, fmt.Errorf("read idempotency keys: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, scan)
-	if err != nil {
-		return nil, fmt.Errorf("read idempotency keys: %w", err)
-	}
-	return all, nil
+func read(ctx context.Context, db operator.Querier, schema, sql string, args ...any) ([]Row, error) {
+	return operator.Rows(ctx, db, "read idempotency keys", schema, sql, scanRow, args...)
 }
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // Action is a row of operator_actions.
@@ -93,18 +92,10 @@ func Actions(ctx context.Context, db Querier, schema string, filter ActionFilter
 		text := filter.Message.String()
 		id = &text
 	}
-	return ReadActions(ctx, db, migrations.InSchema(actionsSQL, schema), id, filter.YoungerThan, limit)
+	return ReadActions(ctx, db, schema, actionsSQL, id, filter.YoungerThan, limit)
 }
 
 // ReadActions runs a statement that returns the columns of an Action.
-func ReadActions(ctx context.Context, db Querier, sql string, args ...any) ([]Action, error) {
-	rows, err := db.Query(ctx, sql, args...)
-	if err != nil {
-		return nil, fmt.Errorf("read operators' actions: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Action])
-	if err != nil {
-		return nil, fmt.Errorf("read operators' actions: %w", err)
-	}
-	return all, nil
+func ReadActions(ctx context.Context, db Querier, schema, sql string, args ...any) ([]Action, error) {
+	return Rows(ctx, db, "read operators' actions", schema, sql, pgx.RowToStructByPos[Action], args...)
 }

@@ -30,6 +30,30 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
+// Rows returns what a statement for a schema reads. Errors begin with what.
+func Rows[T any](ctx context.Context, db Querier, what, schema, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
+	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)
+	if err == nil {
+		var all []T
+		if all, err = pgx.CollectRows(rows, scan); err == nil {
+			return all, nil
+		}
+	}
+	return nil, fmt.Errorf("%s: %w", what, err)
+}
+
+// Each is Rows for a function that is called after each row was scanned into the destinations.
+func Each(ctx context.Context, db Querier, what, schema, sql string, args, into []any, do func() error) error {
+	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)
+	if err == nil {
+		_, err = pgx.ForEachRow(rows, into, do)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
 // ErrBusy means that a program, or another operator, has worked on one of the rows for longer than
 // 30 s. The call that returns it changed nothing and can be repeated.
 var ErrBusy = errors.New("another program or operator works on them: try again")

@@ -8,7 +8,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // Progress is that of one shard of a relay.
@@ -50,15 +49,7 @@ const nothingVisible = "1:1:"
 // Shards reads the progress of every shard of a relay (nil: of all relays), in the order of their
 // names, also of shards that no replica has taken yet. A relay that never ran has none.
 func Shards(ctx context.Context, db operator.Querier, schema string, relay *string) ([]Progress, error) {
-	rows, err := db.Query(ctx, migrations.InSchema(shardsSQL, schema), relay)
-	if err != nil {
-		return nil, fmt.Errorf("read progress: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, scanProgress)
-	if err != nil {
-		return nil, fmt.Errorf("read progress: %w", err)
-	}
-	return all, nil
+	return operator.Rows(ctx, db, "read progress", schema, shardsSQL, scanProgress, relay)
 }
 
 func scanProgress(row pgx.CollectableRow) (s Progress, err error) {

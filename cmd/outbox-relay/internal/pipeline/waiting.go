@@ -2,7 +2,6 @@ package pipeline
 
 import (
 	"context"
-	"fmt"
 	"math"
 	"strconv"
 	"strings"
@@ -10,7 +9,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // CountMax bounds what commands count: rows that wait for a relay, dead rows of a relay, parked
@@ -28,18 +26,11 @@ const (
 // relay's rows, whatever their number and that of the shards; beyond, it estimates.
 func Count(ctx context.Context, db operator.Querier, schema string, shards []Progress, limit int) error {
 	return eachRelay(shards, func(shards []Progress) error {
-		rows, err := db.Query(ctx, migrations.InSchema(countSQL, schema), waitingArgs(shards, limit)...)
-		if err != nil {
-			return fmt.Errorf("count waiting rows: %w", err)
-		}
-		all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[tally])
-		if err != nil {
-			return fmt.Errorf("count waiting rows: %w", err)
-		}
+		all, err := operator.Rows(ctx, db, "count waiting rows", schema, countSQL, pgx.RowToStructByPos[tally], waitingArgs(shards, limit)...)
 		for i := range shards {
 			shards[i].judge(all, int64(limit))
 		}
-		return nil
+		return err
 	})
 }
 
@@ -90,16 +81,12 @@ func (s *Progress) judge(all []tally, limit int64) {
 func Topics(ctx context.Context, db operator.Querier, schema string, shards []Progress, limit int) (map[string]int64, error) {
 	largest := map[string]int64{}
 	err := eachRelay(shards, func(shards []Progress) error {
-		rows, err := db.Query(ctx, migrations.InSchema(topicsSQL, schema), waitingArgs(shards, limit)...)
-		if err != nil {
-			return fmt.Errorf("read topics of waiting rows: %w", err)
-		}
 		var name string
 		var bytes int64
-		if _, err = pgx.ForEachRow(rows, []any{&name, &bytes}, func() error { largest[name] = max(largest[name], bytes); return nil }); err != nil {
-			return fmt.Errorf("read topics of waiting rows: %w", err)
-		}
-		return nil
+		return operator.Each(ctx, db, "read topics of waiting rows", schema, topicsSQL, waitingArgs(shards, limit), []any{&name, &bytes}, func() error {
+			largest[name] = max(largest[name], bytes)
+			return nil
+		})
 	})
 	return largest, err
 }

@@ -36,15 +36,7 @@ func (r *Relay) Live() bool { return r.Leased > 0 || r.Replicas > 0 }
 
 // List returns every known relay, by name.
 func List(ctx context.Context, db operator.Querier, schema string) ([]Relay, error) {
-	rows, err := db.Query(ctx, migrations.InSchema(listSQL, schema), DeadMax)
-	if err != nil {
-		return nil, fmt.Errorf("list relays: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Relay])
-	if err != nil {
-		return nil, fmt.Errorf("list relays: %w", err)
-	}
-	return all, nil
+	return operator.Rows(ctx, db, "list relays", schema, listSQL, pgx.RowToStructByPos[Relay], DeadMax)
 }
 
 // Replica is a live process of a relay.
@@ -67,15 +59,7 @@ const ReplicasMax = 1000
 
 // Replicas returns the live replicas of all relays.
 func Replicas(ctx context.Context, db operator.Querier, schema string) ([]Replica, error) {
-	rows, err := db.Query(ctx, migrations.InSchema(replicasSQL, schema), ReplicasMax)
-	if err != nil {
-		return nil, fmt.Errorf("list replicas: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Replica])
-	if err != nil {
-		return nil, fmt.Errorf("list replicas: %w", err)
-	}
-	return all, nil
+	return operator.Rows(ctx, db, "list replicas", schema, replicasSQL, pgx.RowToStructByPos[Replica], ReplicasMax)
 }
 
 // What prevents the deletion of a relay. Nothing was changed then.

@@ -46,40 +46,37 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string][]dedup.IDSource{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
 	var p position
 	var next int64
-	rows, err := db.Query(ctx, inSchema(positionsSQL, schema), group)
-	if err == nil {
-		_, err = pgx.ForEachRow(rows, []any{&p.topic, &p.partition, &next}, func() error { c.next[p] = next; return nil })
-	}
+	err := operator.Each(ctx, db, fmt.Sprintf("read the positions of group %q", group), schema, positionsSQL, []any{group}, []any{&p.topic, &p.partition, &next}, func() error {
+		c.next[p] = next
+		return nil
+	})
 	if err != nil {
-		return nil, fmt.Errorf("read the positions of group %q: %w", group, err)
+		return nil, err
 	}
 	var id int32
 	var topic, text string
 	var window *float64
-	rows, err = db.Query(ctx, inSchema(consumersSQL, schema), group)
-	if err == nil {
-		_, err = pgx.ForEachRow(rows, []any{&id, &topic, &text, &window}, func() error {
-			known := len(c.consumers[topic]) > 0
-			c.consumers[topic] = append(c.consumers[topic], id)
-			rule, err := dedup.ParseIDRule(text)
-			if err != nil {
-				return err
-			}
-			if !known {
-				c.rules[topic] = map[string][]dedup.IDSource{}
-			}
-			c.rules[topic][text] = rule.Sources()
-			switch {
-			case window == nil:
-				c.windows[topic] = 0
-			case !known || c.windows[topic] > 0:
-				c.windows[topic] = max(c.windows[topic], time.Duration(*window*float64(time.Second)))
-			}
-			return nil
-		})
-	}
+	err = operator.Each(ctx, db, fmt.Sprintf("read the consumers of group %q", group), schema, consumersSQL, []any{group}, []any{&id, &topic, &text, &window}, func() error {
+		known := len(c.consumers[topic]) > 0
+		c.consumers[topic] = append(c.consumers[topic], id)
+		rule, err := dedup.ParseIDRule(text)
+		if err != nil {
+			return err
+		}
+		if !known {
+			c.rules[topic] = map[string][]dedup.IDSource{}
+		}
+		c.rules[topic][text] = rule.Sources()
+		switch {
+		case window == nil:
+			c.windows[topic] = 0
+		case !known || c.windows[topic] > 0:
+			c.windows[topic] = max(c.windows[topic], time.Duration(*window*float64(time.Second)))
+		}
+		return nil
+	})
 	if err != nil {
-		return nil, fmt.Errorf("read the consumers of group %q: %w", group, err)
+		return nil, err
 	}
 	if len(c.consumers) == 0 {
 		return nil, fmt.Errorf("group %q: no consumer of this group ever claimed: check the name in --group", group)
@@ -140,13 +137,9 @@ func (r *run) flushClaims(ctx context.Context) error {
 
 func (r *run) lookForClaims(ctx context.Context, topic string) error {
 	waiting := r.claims.waiting[topic]
-	rows, err := r.db.Query(ctx, inSchema(unclaimedSQL, r.Schema), r.claims.consumers[topic], waiting.ids, waiting.records)
-	var unclaimed []int
-	if err == nil {
-		unclaimed, err = pgx.CollectRows(rows, pgx.RowTo[int])
-	}
+	unclaimed, err := operator.Rows(ctx, r.db, "look for claims", r.Schema, unclaimedSQL, pgx.RowTo[int], r.claims.consumers[topic], waiting.ids, waiting.records)
 	if err != nil {
-		return fmt.Errorf("look for claims: %w", err)
+		return err
 	}
 	for _, record := range unclaimed {
 		id := uuid.UUID(waiting.ids[slices.Index(waiting.records, record)])

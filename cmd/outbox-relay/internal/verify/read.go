@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	recordof "github.com/effectonce/effectonce/internal/record"
@@ -39,12 +40,8 @@ func (r *run) begin(ctx context.Context) error {
 	if r.cut, err = pipeline.ReadCut(ctx, r.db, r.Schema, r.Relay); err != nil {
 		return err
 	}
-	rows, err := r.db.Query(ctx, inSchema(unpublishedSQL, r.Schema), r.Relay)
-	if err == nil {
-		r.unpublished, err = pgx.CollectRows(rows, pgx.RowTo[int64])
-	}
-	if err != nil {
-		return fmt.Errorf("read dead rows: %w", err)
+	if r.unpublished, err = operator.Rows(ctx, r.db, "read dead rows", r.Schema, unpublishedSQL, pgx.RowTo[int64], r.Relay); err != nil {
+		return err
 	}
 	if r.Group != "" {
 		if r.claims, err = readClaims(ctx, r.db, r.Schema, r.Group); err != nil {
@@ -63,17 +60,14 @@ func (r *run) begin(ctx context.Context) error {
 func (r *run) readRows(ctx context.Context) error {
 	var last int64
 	for {
-		rows, err := r.db.Query(ctx, inSchema(rowsSQL, r.Schema), r.cut.Args(last, r.report.Since, r.Topics, pageRows)...)
-		if err != nil {
-			return fmt.Errorf("read the outbox: %w", err)
-		}
 		n := 0
 		var item rowItem
 		var topic string
 		var key []byte
 		var created time.Time
 		var headers *string
-		_, err = pgx.ForEachRow(rows, []any{&item.Seq, &item.ID, &topic, &key, &created, &headers, &item.Published}, func() (err error) {
+		into := []any{&item.Seq, &item.ID, &topic, &key, &created, &headers, &item.Published}
+		err := operator.Each(ctx, r.db, "read the outbox", r.Schema, rowsSQL, r.cut.Args(last, r.report.Since, r.Topics, pageRows), into, func() (err error) {
 			n++
 			last = item.Seq
 			item.Partition = partitionAsked(headers)
@@ -84,7 +78,7 @@ func (r *run) readRows(ctx context.Context) error {
 			return r.addRow(item, topic, key, created)
 		})
 		if err != nil {
-			return fmt.Errorf("read the outbox: %w", err)
+			return err
 		}
 		r.progress("rows", r.report.Rows)
 		if n < pageRows {

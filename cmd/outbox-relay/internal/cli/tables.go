@@ -10,8 +10,19 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// ChangeMax is the time limit of OnSchema.
-const ChangeMax = 30 * time.Second
+const (
+	// ReadMax is the time limit of Read.
+	ReadMax = 30 * time.Second
+	// ChangeMax is the time limit of OnSchema.
+	ChangeMax = 30 * time.Second
+)
+
+// Read runs work with a connection for reading, after checking the version of the tables.
+func (s *Settings) Read(ctx context.Context, work func(context.Context, *pgx.Conn) error) error {
+	ctx, cancel := context.WithTimeout(ctx, ReadMax)
+	defer cancel()
+	return s.WithTables(ctx, false, work)
+}
 
 // WithTables runs work with a connection, after checking the version of the tables. A command that
 // writes needs a primary.

@@ -2,8 +2,6 @@ package command
 
 import (
 	"context"
-	"io"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -33,17 +31,14 @@ func newActionsList(s *cli.Settings) *cobra.Command {
 		Long:  "List every retry, discard and reset, the newest first: when, who, what, to what and why.",
 		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-			defer cancel()
-			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				actions, err := operator.Actions(ctx, conn, s.Schema, filter, limit)
 				if err != nil {
 					return err
 				}
-				if len(actions) == 0 {
-					return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no actions")
-				}
-				return printActions(cmd.OutOrStdout(), actions, asJSON)
+				return list(cmd.OutOrStdout(), asJSON, actions, "no actions", "when\twho\twhat\tto what\twhy", func(a operator.Action) string {
+					return terminal.Fill("%s\t%s\t%s\t%s\t%s", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, a.Object(), terminal.Clip(a.Why, errorWidth))
+				})
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -51,22 +46,4 @@ func newActionsList(s *cli.Settings) *cobra.Command {
 	cli.AddInt(cmd.Flags(), &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
 	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
-}
-
-func printActions(out io.Writer, actions []operator.Action, asJSON bool) error {
-	var text strings.Builder
-	text.WriteString("when\twho\twhat\tto what\twhy\n")
-	for _, a := range actions {
-		if asJSON {
-			if err := terminal.PrintJSON(out, a); err != nil {
-				return err
-			}
-			continue
-		}
-		terminal.Add(&text, "%s\t%s\t%s\t%s\t%s\n", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, a.Object(), terminal.Clip(a.Why, errorWidth))
-	}
-	if asJSON {
-		return nil
-	}
-	return terminal.PrintTable(out, text.String())
 }

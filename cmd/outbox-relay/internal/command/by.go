@@ -1,8 +1,10 @@
 package command
 
 import (
+	"cmp"
+	"errors"
 	"os"
-	"os/user"
+	account "os/user"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -12,26 +14,34 @@ import (
 )
 
 // addBy adds the flags of an order that is recorded: --why, which only comes from the command line,
-// --by and --json.
-func addBy(cmd *cobra.Command, by *operator.By, asJSON *bool, why string) {
-	cli.AddText(cmd.Flags(), "why", 2048, why, func(text string) error { by.Why = text; return nil })
+// --by and --json. otherwise is recorded if --why is not given; empty: it is required.
+func addBy(s *cli.Settings, cmd *cobra.Command, by *operator.By, asJSON *bool, otherwise string) {
+	usage := "reason"
+	if otherwise == "" {
+		usage += "; required"
+	}
+	cli.AddText(cmd.Flags(), "why", 2048, usage, func(text string) error { by.Why = text; return nil })
 	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
 	cli.AddJSON(cmd, asJSON)
 	cli.CommandLineOnly(cmd.Flags(), "why")
+	s.Check(cmd, func() error {
+		by.Who = cmp.Or(by.Who, user())
+		if by.Why = cmp.Or(by.Why, otherwise); by.Why == "" {
+			return errors.New("--why is missing: say why it is done")
+		}
+		return nil
+	})
 }
 
-// sign says that the user of this host gives the order, unless --by says who does.
-func sign(by *operator.By) {
-	if by.Who != "" {
-		return
-	}
+// user names the user of this host.
+func user() string {
 	name, host := "unknown", "unknown"
-	if u, err := user.Current(); err == nil && u.Username != "" {
+	if u, err := account.Current(); err == nil && u.Username != "" {
 		name = u.Username
 	}
 	if h, err := os.Hostname(); err == nil && h != "" {
 		host = h
 	}
 	who := strings.ReplaceAll(strings.ToValidUTF8(name+"@"+host, "?"), "\x00", "?")
-	by.Who = strings.ToValidUTF8(who[:min(len(who), 255)], "")
+	return strings.ToValidUTF8(who[:min(len(who), 255)], "")
 }

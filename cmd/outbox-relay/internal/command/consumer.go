@@ -33,16 +33,16 @@ type consumerOrder struct {
 
 	group, topic string
 	asJSON       bool
-	mayLose      bool // --why is required
 }
 
-// add adds the flags.
-func (o *consumerOrder) add(cmd *cobra.Command, why string) {
+// add adds the flags. otherwise is as for addBy.
+func (o *consumerOrder) add(s *cli.Settings, cmd *cobra.Command, otherwise string) {
 	flags := cmd.Flags()
 	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
 	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
-	addBy(cmd, &o.By, &o.asJSON, why)
+	addBy(s, cmd, &o.By, &o.asJSON, otherwise)
 	cli.CommandLineOnly(flags, "group", "topic")
+	s.Check(cmd, o.Validate)
 }
 
 // Validate returns all problems of the flags.
@@ -54,23 +54,11 @@ func (o *consumerOrder) Validate() error {
 	if o.topic == "" {
 		problems = append(problems, errors.New("--topic is missing"))
 	}
-	if o.mayLose && o.Why == "" {
-		problems = append(problems, errors.New("--why is missing: say why it is done"))
-	}
 	return errors.Join(problems...)
 }
 
-func (o *consumerOrder) by() operator.By {
-	by := o.By
-	sign(&by)
-	if by.Why == "" {
-		by.Why = "by hand"
-	}
-	return by
-}
-
 func newConsumerPause(s *cli.Settings) *cobra.Command {
-	o := consumerOrder{mayLose: true}
+	var o consumerOrder
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "pause",
 		Short: "Stop a group's consumers from reading a topic",
@@ -80,21 +68,19 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, o.by(), o.group, o.topic)
-				switch {
-				case err != nil:
+				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, o.By, o.group, o.topic)
+				if err != nil {
 					return err
-				case o.asJSON:
-					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
-				case !paused:
-					return terminal.Say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", terminal.Plain(o.topic), pauseText(pause))
 				}
-				return terminal.Say(cmd.OutOrStdout(), "topic %s is being paused: consumers of group %s finish their batch, and stop within some seconds\n", terminal.Plain(o.topic), terminal.Plain(o.group))
+				text := "is being paused: consumers of group " + terminal.Plain(o.group) + " finish their batch, and stop within some seconds"
+				if !paused {
+					text = "was paused already: " + pauseText(pause)
+				}
+				return say(cmd.OutOrStdout(), o.asJSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(o.topic), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	o.add(cmd, "reason; required")
-	s.Check(cmd, o.Validate)
+	o.add(s, cmd, "")
 	return cmd
 }
 
@@ -113,22 +99,19 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, o.by(), o.group, o.topic)
-				text := "topic %s is resumed for group %s\n"
-				switch {
-				case err != nil:
+				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, o.By, o.group, o.topic)
+				if err != nil {
 					return err
-				case o.asJSON:
-					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic})
-				case !resumed:
-					text = "topic %s was not paused for group %s\n"
 				}
-				return terminal.Say(cmd.OutOrStdout(), text, terminal.Plain(o.topic), terminal.Plain(o.group))
+				text := "is resumed"
+				if !resumed {
+					text = "was not paused"
+				}
+				return say(cmd.OutOrStdout(), o.asJSON, map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic}, "topic %s %s for group %s\n", terminal.Plain(o.topic), text, terminal.Plain(o.group))
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	o.add(cmd, "reason")
-	s.Check(cmd, o.Validate)
+	o.add(s, cmd, "by hand")
 	return cmd
 }
 
@@ -166,7 +149,7 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
 			}
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				before, err := consumers.SetRule(ctx, pool, s.Schema, o.by(), args[0], rule, force)
+				before, err := consumers.SetRule(ctx, pool, s.Schema, o.By, args[0], rule, force)
 				if err != nil {
 					return err
 				}
@@ -175,15 +158,16 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
-	addBy(cmd, &o.By, &o.asJSON, "reason; required with --set")
-	cli.AddBool(cmd.Flags(), &force, "force", "with --set: also while a partition looks held")
-	cli.CommandLineOnly(cmd.Flags(), "set", "force")
 	s.Check(cmd, func() error {
 		if rule != "" && o.Why == "" {
 			return errors.New("--why is missing: say why the rule is changed")
 		}
 		return nil
 	})
+	addBy(s, cmd, &o.By, &o.asJSON, "not recorded: the rules are only shown")
+	cmd.Flags().Lookup("why").Usage = "reason; required with --set"
+	cli.AddBool(cmd.Flags(), &force, "force", "with --set: also while a partition looks held")
+	cli.CommandLineOnly(cmd.Flags(), "set", "force")
 	return cmd
 }
 
@@ -196,37 +180,21 @@ func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool)
 				all = []consumers.Consumer{*one}
 			}
 		}
-		switch {
-		case err != nil:
+		if err != nil {
 			return err
-		case len(all) == 0:
-			return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no consumers: none has registered yet")
 		}
-		text := "consumer\tid rule\n"
-		for _, c := range all {
-			if asJSON {
-				if err := terminal.PrintJSON(cmd.OutOrStdout(), c); err != nil {
-					return err
-				}
-			}
-			text += consumerText(c.Name) + "\t" + terminal.Printable(c.IDRule) + "\n"
-		}
-		if asJSON {
-			return nil
-		}
-		return terminal.PrintTable(cmd.OutOrStdout(), text)
+		return list(cmd.OutOrStdout(), asJSON, all, "no consumers: none has registered yet", "consumer\tid rule", func(c consumers.Consumer) string {
+			return consumerText(c.Name) + "\t" + terminal.Printable(c.IDRule)
+		})
 	})
 }
 
 const ruleWarning = "messages handled before keep their claims under the old rule: do not rewind the group past this moment, or they run again"
 
 func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bool) error {
-	changed := before.IDRule != rule
-	switch {
-	case asJSON:
-		return terminal.PrintJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed})
-	case !changed:
-		return terminal.Say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
+	changed, text := before.IDRule != rule, terminal.Fill("consumer %s has the rule %s already\n", consumerText(before.Name), rule)
+	if changed {
+		text = terminal.Fill("consumer %s: from its next start on, the rule is %s (before: %s)\nWarning: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
 	}
-	return terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nWarning: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
+	return answer(out, asJSON, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed}, text, true)
 }

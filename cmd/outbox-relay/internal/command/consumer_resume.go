@@ -45,7 +45,9 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.run(cmd.Context(), cmd.OutOrStdout()) },
 	}, cli.FlagDatabaseURL))
-	r.add(cmd, "reason; required")
+	s.Check(cmd, r.Validate)
+	r.add(s, cmd, "not recorded: a dry run")
+	cmd.Flags().Lookup("why").Usage = "reason; required"
 	flags := cmd.Flags()
 	cli.AddOption(flags, "partition", "int", "", "number of the partition; required", func(text string) error {
 		n, err := strconv.ParseInt(text, 10, 32)
@@ -63,13 +65,12 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 	cli.AddBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
 	cli.AddBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
 	cli.CommandLineOnly(flags, "partition", "at", "cancel", "dry-run")
-	s.Check(cmd, r.Validate)
 	return cmd
 }
 
 // Validate returns all problems of the flags.
 func (r *resumeAt) Validate() error {
-	problems := []error{r.consumerOrder.Validate()}
+	var problems []error
 	if r.partition < 0 {
 		problems = append(problems, errors.New("--partition is missing"))
 	}
@@ -93,20 +94,21 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 	}
 	return r.s.OnSchema(ctx, func(ctx context.Context, pool *pgxpool.Pool) error {
 		if r.takeBack {
-			taken, err := consumers.TakeBack(ctx, pool, r.s.Schema, r.by(), p)
+			taken, err := consumers.TakeBack(ctx, pool, r.s.Schema, r.By, p)
 			if err != nil {
 				return err
 			}
-			return r.printTaken(out, p, taken)
+			text := "the order is canceled"
+			if !taken {
+				text = "no order is pending"
+			}
+			return say(out, r.asJSON, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "taken_back": taken}, "%s: %s\n", p.String(), text)
 		}
-		done, err := consumers.ResumeAt(ctx, pool, r.s.Schema, r.by(), p, r.at, extent, r.dryRun)
-		switch {
-		case err != nil:
+		done, err := consumers.ResumeAt(ctx, pool, r.s.Schema, r.By, p, r.at, extent, r.dryRun)
+		if err != nil {
 			return err
-		case r.asJSON:
-			return terminal.PrintJSON(out, done)
 		}
-		return printResumption(out, done)
+		return answer(out, r.asJSON, done, resumptionText(done), true)
 	})
 }
 
@@ -116,12 +118,12 @@ func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumer
 	if len(r.s.Brokers) == 0 || r.takeBack {
 		return nil, nil //nolint:nilnil // not known is no error
 	}
-	client, err := r.s.KafkaClient(statusMax)
+	client, err := r.s.KafkaClient(cli.ReadMax)
 	if err != nil {
 		return nil, err
 	}
 	defer client.Close()
-	ctx, cancel := context.WithTimeout(ctx, statusMax)
+	ctx, cancel := context.WithTimeout(ctx, cli.ReadMax)
 	defer cancel()
 	found, err := topicscan.Extents(ctx, client, time.Time{}, p.Topic)
 	if err != nil {
@@ -134,18 +136,7 @@ func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumer
 	return &consumers.Extent{Start: span.Start, End: span.End}, nil
 }
 
-func (r *resumeAt) printTaken(out io.Writer, p consumers.Partition, taken bool) error {
-	text := "%s: the order is canceled\n"
-	switch {
-	case r.asJSON:
-		return terminal.PrintJSON(out, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "taken_back": taken})
-	case !taken:
-		text = "%s: no order is pending\n"
-	}
-	return terminal.Say(out, text, p.String())
-}
-
-func printResumption(out io.Writer, r *consumers.Resumption) error {
+func resumptionText(r *consumers.Resumption) string {
 	verb, holder := "resumes", "the next consumer that holds it"
 	if r.DryRun {
 		verb = "would resume"
@@ -160,5 +151,5 @@ func printResumption(out io.Writer, r *consumers.Resumption) error {
 	if r.Trouble != "" {
 		text += terminal.Fill("the partition does not move: %s\n", terminal.Clip(r.Trouble, errorWidth))
 	}
-	return terminal.Write(out, text+"Warning: "+r.Effect+"\n")
+	return text + "Warning: " + r.Effect + "\n"
 }

@@ -144,15 +144,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	}
 	result := newDemoResult(report, postgres.Description, kafka.Description, time.Since(begin))
 	result.WithoutDedup = d.options.WithoutDedup
-	if d.json {
-		err = terminal.PrintJSON(d.out, result)
-	} else {
-		err = result.print(d.out)
-	}
-	if err == nil && !result.Held {
-		return errUnhealthy
-	}
-	return err
+	return answer(d.out, d.json, result, result.text(), result.Held)
 }
 
 // stop stops a server, also after an interrupt.
@@ -223,7 +215,7 @@ func newDemoResult(r demo.Report, postgres, kafka string, took time.Duration) de
 	}
 }
 
-func (r demoResult) print(out io.Writer) error {
+func (r demoResult) text() string {
 	var text strings.Builder
 	row := func(name string, n int) { terminal.Add(&text, "  %-48s %7d\n", name, n) }
 	text.WriteString("\n")
@@ -254,7 +246,7 @@ func (r demoResult) print(out io.Writer) error {
 		terminal.Add(&text, "  %s\n", example)
 	}
 	terminal.Add(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
-	return terminal.Write(out, text.String())
+	return text.String()
 }
 
 func (r demoResult) lastWord() string {

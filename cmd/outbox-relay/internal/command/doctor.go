@@ -2,7 +2,6 @@ package command
 
 import (
 	"context"
-	"io"
 	"strings"
 	"time"
 
@@ -55,16 +54,7 @@ Exit status 1 if a check fails; warnings do not count.
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := examine(cmd.Context(), s, options)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
-			var err error
-			if asJSON {
-				err = terminal.PrintJSON(cmd.OutOrStdout(), report)
-			} else {
-				err = printFindings(cmd.OutOrStdout(), findings)
-			}
-			if err == nil && !report.Well {
-				return errUnhealthy
-			}
-			return err
+			return answer(cmd.OutOrStdout(), asJSON, report, findingsText(findings), report.Well)
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
@@ -135,7 +125,7 @@ func examineKafka(ctx context.Context, s *cli.Settings, db operator.Querier, opt
 	return append(findings, doctor.Consumers(limited, db, admin, s.Schema)...)
 }
 
-func printFindings(out io.Writer, findings []doctor.Finding) error {
+func findingsText(findings []doctor.Finding) string {
 	var text strings.Builder
 	for _, f := range findings {
 		terminal.Add(&text, "%-4s  %s: %s\n", f.Severity, f.Check, f.Message)
@@ -143,5 +133,5 @@ func printFindings(out io.Writer, findings []doctor.Finding) error {
 			terminal.Add(&text, "      remedy: %s\n", f.Remedy)
 		}
 	}
-	return terminal.Write(out, text.String())
+	return text.String()
 }

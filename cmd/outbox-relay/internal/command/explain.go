@@ -76,15 +76,7 @@ func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bo
 		if err != nil {
 			return err
 		}
-		if asJSON {
-			err = terminal.PrintJSON(out, found)
-		} else {
-			_, err = io.WriteString(out, explanationText(found, kafka != nil))
-		}
-		if err == nil && (!found.Known || found.KafkaError != "" || len(found.Problems) > 0) {
-			return errUnhealthy
-		}
-		return err
+		return answer(out, asJSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
 	})
 }
 
@@ -93,7 +85,7 @@ func openKafka(s *cli.Settings, logger *slog.Logger) (*inspect.Kafka, error) {
 	if len(s.Brokers) == 0 {
 		return nil, nil //nolint:nilnil // not given is no error
 	}
-	client, err := s.KafkaClient(statusMax)
+	client, err := s.KafkaClient(cli.ReadMax)
 	if err != nil {
 		return nil, err
 	}

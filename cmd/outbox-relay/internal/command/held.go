@@ -168,12 +168,16 @@ func (c *selection) with(ctx context.Context, flags *pflag.FlagSet, acts bool, w
 	// Rows that wait behind others are only listed, and never acted on alone, on request.
 	behind := func(text *string) bool { return text != nil && *text == "behind" }
 	c.filter.Behind = c.filter.Named() || behind(c.filter.State) || behind(c.filter.Reason) && (c.kind == held.Dead || !acts)
-	return c.s.WithTables(ctx, acts, func(ctx context.Context, conn *pgx.Conn) error {
+	run := func(ctx context.Context, conn *pgx.Conn) error {
 		if err := c.filter.Find(ctx, conn, c.s.Schema); err != nil {
 			return err
 		}
 		return work(ctx, conn)
-	})
+	}
+	if acts {
+		return c.s.WithTables(ctx, true, run)
+	}
+	return c.s.Read(ctx, run)
 }
 
 // nothing is the text if no row matches.

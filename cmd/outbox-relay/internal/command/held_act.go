@@ -16,7 +16,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -33,8 +32,8 @@ type action struct {
 
 // newRetry makes cmd hand rows back.
 func newRetry(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
-	a := &action{selection: newSelection(s, kind), order: held.Order{By: operator.By{Why: "retried by hand"}}}
-	addBy(cmd, &a.order.By, &a.asJSON, "reason")
+	a := &action{selection: newSelection(s, kind)}
+	addBy(s, cmd, &a.order.By, &a.asJSON, "retried by hand")
 	cli.AddBool(cmd.Flags(), &a.wait, "wait", "wait until "+a.WaitFor)
 	cli.AddDuration(cmd.Flags(), &a.order.WaitMax, "wait-max", time.Minute, time.Second, 24*time.Hour, "how long --wait waits")
 	return a.command(cmd)
@@ -43,7 +42,7 @@ func newRetry(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Comman
 // newDiscard makes cmd discard rows.
 func newDiscard(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
 	a := &action{selection: newSelection(s, kind), order: held.Order{Discard: true}}
-	addBy(cmd, &a.order.By, &a.asJSON, "reason; required")
+	addBy(s, cmd, &a.order.By, &a.asJSON, "")
 	cli.AddBool(cmd.Flags(), &a.order.WholeKeys, "all-of-key", "also the "+a.Rows()+" behind: all "+string(kind)+" "+a.Rows()+" of the key")
 	cli.AddBool(cmd.Flags(), &a.yes, "yes", "do not ask before discarding more than one "+a.Row)
 	cli.CommandLineOnly(cmd.Flags(), "all-of-key", "yes")
@@ -58,18 +57,13 @@ func (a *action) command(cmd *cobra.Command) *cobra.Command {
 	cli.AddInt(flags, &a.order.Rate, "rate", 0, 0, 100_000, a.Rows()+" per second; 0: no limit")
 	cli.CommandLineOnly(flags, "all", "dry-run")
 	a.s.Check(cmd, func() error {
-		var problems []error
-		if a.order.Why == "" && a.order.Discard {
-			problems = append(problems, fmt.Errorf("--why is missing: say why the %s are discarded", a.Rows()))
-		}
 		if !a.all && !a.filter.Narrows() {
-			problems = append(problems, fmt.Errorf("no filter is given: choose %s by %s or age, or say --all", a.Rows(), a.Filters))
+			return fmt.Errorf("no filter is given: choose %s by %s or age, or say --all", a.Rows(), a.Filters)
 		}
-		return errors.Join(problems...)
+		return nil
 	})
 	cmd.Args = cli.OptionalID(a.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		sign(&a.order.By)
 		if !a.wait {
 			a.order.WaitMax = 0
 		}
@@ -96,13 +90,10 @@ func (a *action) run(ctx context.Context, conn *pgx.Conn) error {
 		return terminal.PrintJSON(a.out, report)
 	case a.dryRun:
 		rows, err := a.these(ctx, conn, refs)
-		if err == nil {
-			err = a.print(a.out, rows)
-		}
 		if err != nil {
 			return err
 		}
-		return terminal.Say(a.out, "%s would be %s; nothing was done (--dry-run)\n", a.what(len(refs)), a.order.Verb())
+		return terminal.Write(a.out, a.table(rows)+terminal.Fill("%s would be %s; nothing was done (--dry-run)\n", a.what(len(refs)), a.order.Verb()))
 	}
 	if err := a.confirm(ctx, conn, refs); err != nil {
 		return err
@@ -139,12 +130,10 @@ func (a *action) confirm(ctx context.Context, conn *pgx.Conn, refs []held.Ref) e
 		return refused
 	}
 	rows, err := a.these(ctx, conn, refs)
-	if err == nil {
-		err = a.print(a.progress, rows)
-	}
 	if err != nil {
 		return err
 	}
+	_ = terminal.Write(a.progress, a.table(rows))
 	if len(refs) > len(rows) {
 		_ = terminal.Say(a.progress, "… and %d more\n", len(refs)-len(rows))
 	}
@@ -168,17 +157,7 @@ func (a *action) confirm(ctx context.Context, conn *pgx.Conn, refs []held.Ref) e
 // say prints what was done, and returns errUnhealthy if not everything was.
 func (a *action) say(r *held.Report) error {
 	left := a.left(r)
-	var err error
-	if a.asJSON {
-		err = terminal.PrintJSON(a.out, r)
-	} else {
-		_, err = io.WriteString(a.out, a.text(r, left))
-	}
-	well := len(left) == 0 && (r.Waited == nil || len(r.Waited.Failed) == 0 && r.Waited.Pending == 0)
-	if err == nil && !well {
-		return errUnhealthy
-	}
-	return err
+	return answer(a.out, a.asJSON, r, a.text(r, left), len(left) == 0 && (r.Waited == nil || len(r.Waited.Failed) == 0 && r.Waited.Pending == 0))
 }
 
 // left are the rows that were left alone, each with the reason.

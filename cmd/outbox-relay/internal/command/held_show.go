@@ -29,9 +29,7 @@ func newList(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command
 	cli.AddJSONLines(cmd, &asJSON)
 	cmd.Args = cli.OptionalID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-		defer cancel()
-		return c.with(ctx, cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
+		return c.with(cmd.Context(), cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
 			return c.list(ctx, conn, asJSON, cmd.OutOrStdout())
 		})
 	}
@@ -43,32 +41,26 @@ func (c *selection) list(ctx context.Context, conn *pgx.Conn, asJSON bool, out i
 	if err != nil {
 		return err
 	}
-	if len(rows) == 0 {
-		return terminal.SayNone(out, asJSON, c.nothing())
-	}
 	more := len(rows) > c.limit
 	rows = rows[:min(len(rows), c.limit)]
-	if asJSON {
+	switch {
+	case asJSON:
 		return terminal.PrintObjects(out, rows)
+	case len(rows) == 0:
+		return terminal.Say(out, "%s\n", c.nothing())
 	}
 	totals, err := c.kind.Totals(ctx, conn, c.s.Schema, c.filter)
 	if err != nil {
 		return err
 	}
-	if err := c.print(out, rows); err != nil {
-		return err
-	}
+	text := c.table(rows)
 	if more {
-		err = terminal.Say(out, "the newest %d: --%s shows more\n", len(rows), flagLimit)
+		text += fmt.Sprintf("the newest %d: --%s shows more\n", len(rows), flagLimit)
 	}
-	if err == nil {
-		_, err = io.WriteString(out, c.totalsText(totals))
-	}
-	return err
+	return terminal.Write(out, text+c.totalsText(totals))
 }
 
-// print writes a table of rows.
-func (c *selection) print(out io.Writer, rows []held.Row) error {
+func (c *selection) table(rows []held.Row) string {
 	var text strings.Builder
 	place := "seq\tid\ttopic"
 	if c.kind == held.Parked {
@@ -83,7 +75,7 @@ func (c *selection) print(out io.Writer, rows []held.Row) error {
 		}
 		terminal.Add(&text, "\t%s\t%s\t%d\t%s\t%d\t%s\n", keyText(r.Key), stateText(&r), r.Attempts, human.Seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
 	}
-	return terminal.PrintTable(out, text.String())
+	return terminal.Table(text.String())
 }
 
 // stateText is the reason, and the progress of a retry.
@@ -143,9 +135,7 @@ func newShow(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command
 	cli.AddJSON(cmd, &asJSON)
 	cmd.Args = cli.OneID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-		defer cancel()
-		return c.with(ctx, cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
+		return c.with(cmd.Context(), cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
 			return c.show(ctx, conn, p.bytesMax(), asJSON, cmd.OutOrStdout())
 		})
 	}
@@ -172,14 +162,10 @@ func (c *selection) show(ctx context.Context, conn *pgx.Conn, payloadMax int64, 
 		} else {
 			d.Headers = nil
 		}
-		if asJSON {
-			err = terminal.PrintJSON(out, struct {
-				*held.Detail
-				*payload
-			}{d, shownPayload})
-		} else {
-			_, err = io.WriteString(out, strings.Repeat("\n", min(shown, 1))+c.detail(d, shownPayload))
-		}
+		err = answer(out, asJSON, struct {
+			*held.Detail
+			*payload
+		}{d, shownPayload}, strings.Repeat("\n", min(shown, 1))+c.detail(d, shownPayload), true)
 		if err != nil {
 			return err
 		}

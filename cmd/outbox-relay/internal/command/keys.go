@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -61,17 +62,9 @@ nothing without the scope. A list of finished keys without --scope reads the who
 			if state != nil {
 				filter.States = []string{*state}
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-			defer cancel()
-			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				rows, err := keys.List(ctx, conn, s.Schema, filter, limit+1)
-				if err != nil {
-					return err
-				}
-				if len(rows) == 0 {
-					return terminal.SayNone(cmd.OutOrStdout(), asJSON, noKeys(filter))
-				}
-				return printKeys(cmd.OutOrStdout(), rows, limit, asJSON)
+			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
+				_, err := listKeys(ctx, conn, s.Schema, filter, limit, asJSON, cmd.OutOrStdout())
+				return err
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -117,36 +110,28 @@ func noKeys(filter keys.Filter) string {
 	return "no keys match"
 }
 
-func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
+// listKeys prints keys, and reports whether there are any.
+func listKeys(ctx context.Context, conn operator.Querier, schema string, filter keys.Filter, limit int, asJSON bool, out io.Writer) (some bool, err error) {
+	rows, err := keys.List(ctx, conn, schema, filter, limit+1)
+	if err != nil {
+		return false, err
+	}
 	more := len(rows) > limit
-	rows = rows[:min(len(rows), limit)]
-	var text strings.Builder
-	text.WriteString("key\tin logs\tscope\toperation\tstate\tage\tattempts\tdone\terror\n")
-	for _, r := range rows {
-		if asJSON {
-			if err := terminal.PrintJSON(out, r); err != nil {
-				return err
-			}
-			continue
-		}
-		failure := ""
+	err = list(out, asJSON, rows[:min(len(rows), limit)], noKeys(filter), "key\tin logs\tscope\toperation\tstate\tage\tattempts\tdone\terror", func(r keys.Row) string {
+		failure, done := "", "-"
 		if r.Error != nil {
 			failure = terminal.Clip(*r.Error, errorWidth)
 		}
-		done := "-"
 		if len(r.Phases) > 0 {
 			done = terminal.Clip(strings.Join(r.Phases, ","), keyWidth)
 		}
-		terminal.Add(&text, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", terminal.Clip(r.Key, 36), r.Mark, terminal.Clip(r.Scope, keyWidth), terminal.Clip(r.Operation, keyWidth), stateOf(r),
+		return terminal.Fill("%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", terminal.Clip(r.Key, 36), r.Mark, terminal.Clip(r.Scope, keyWidth), terminal.Clip(r.Operation, keyWidth), stateOf(r),
 			human.Seconds(r.AgeSeconds), r.Attempts, done, failure)
+	})
+	if err == nil && more && !asJSON {
+		err = terminal.Say(out, "the newest %d: --%s shows more\n", limit, flagLimit)
 	}
-	if asJSON {
-		return nil
-	}
-	if err := terminal.PrintTable(out, text.String()); err != nil || !more {
-		return err
-	}
-	return terminal.Say(out, "the newest %d: --%s shows more\n", limit, flagLimit)
+	return len(rows) > 0, err
 }
 
 // stateOf is the state, and who acts next.

@@ -38,15 +38,8 @@ type keyAct struct {
 // newKeyAct makes cmd change one key.
 func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string) *cobra.Command {
 	a.on(cmd)
-	addBy(cmd, &a.by, &a.asJSON, "reason; required")
-	s.Check(cmd, func() error {
-		if a.by.Why == "" {
-			return errors.New("--why is missing: say how you know")
-		}
-		return nil
-	})
+	addBy(s, cmd, &a.by, &a.asJSON, "")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		sign(&a.by)
 		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 			row, err := a.one(ctx, pool, s.Schema)
 			if err != nil {
@@ -56,10 +49,7 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx cont
 			if err != nil {
 				return err
 			}
-			if a.asJSON {
-				return terminal.PrintJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
-			}
-			return terminal.Say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
+			return say(cmd.OutOrStdout(), a.asJSON, changedKey{"key." + cmd.Name(), changed}, "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)

@@ -3,7 +3,6 @@ package command
 import (
 	"context"
 	"errors"
-	"io"
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -70,7 +69,6 @@ recorded.`,
 		if !r.all {
 			return one(cmd, args)
 		}
-		sign(&r.by)
 		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error { return r.runAll(ctx, s, cmd, pool) })
 	}
 	return cmd
@@ -108,14 +106,8 @@ func (r *keyRetry) runAll(ctx context.Context, s *cli.Settings, cmd *cobra.Comma
 	}
 	out := cmd.OutOrStdout()
 	if !r.yes {
-		rows, err := keys.List(ctx, pool, s.Schema, r.filter, r.limit+1)
-		switch {
-		case err != nil:
-			return err
-		case len(rows) == 0:
-			return terminal.SayNone(out, r.asJSON, noKeys(r.filter))
-		}
-		if err := printKeys(out, rows, r.limit, r.asJSON); err != nil || r.asJSON {
+		some, err := listKeys(ctx, pool, s.Schema, r.filter, r.limit, r.asJSON, out)
+		if err != nil || r.asJSON || !some {
 			return err
 		}
 		return terminal.Say(out, "nothing was done: --yes lets these keys, and others that match then, continue\n")
@@ -128,24 +120,17 @@ func (r *keyRetry) runAll(ctx context.Context, s *cli.Settings, cmd *cobra.Comma
 	})
 	screen.End()
 	// Print it also after an error: earlier transactions are committed.
-	said := sayRetried(out, report, r.asJSON)
-	if err == nil {
+	if said := answer(out, r.asJSON, report, retriedText(report), len(report.Left) == 0); err == nil {
 		err = said
-	}
-	if err == nil && len(report.Left) > 0 {
-		return errUnhealthy
 	}
 	return err
 }
 
-func sayRetried(out io.Writer, report *keys.Report, asJSON bool) error {
-	if asJSON {
-		return terminal.PrintJSON(out, report)
-	}
+func retriedText(report *keys.Report) string {
 	var text strings.Builder
 	terminal.Add(&text, "%d continue, with the next request or by the completer; %d left alone\n", report.Done, len(report.Left))
 	for _, left := range report.Left {
 		terminal.Add(&text, "%s of scope %s: %s\n", left.Key, left.Scope, left.Why)
 	}
-	return terminal.Write(out, text.String())
+	return text.String()
 }

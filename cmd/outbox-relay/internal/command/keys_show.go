@@ -75,9 +75,7 @@ shown; of a finished key only the answer is.`,
   outbox-relay keys show order-4127 --child reserve --child pay
   outbox-relay keys show order-4127 --scope tenant-7 --operation charge --json`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-			defer cancel()
-			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				row, err := k.one(ctx, conn, s.Schema)
 				if err != nil {
 					return err
@@ -87,10 +85,7 @@ shown; of a finished key only the answer is.`,
 					return err
 				}
 				shown := newShownKey(d, p.payload, children)
-				if asJSON {
-					return terminal.PrintJSON(cmd.OutOrStdout(), shown)
-				}
-				return terminal.Write(cmd.OutOrStdout(), shown.text())
+				return answer(cmd.OutOrStdout(), asJSON, shown, shown.text(), true)
 			})
 		},
 	}, cli.FlagDatabaseURL)

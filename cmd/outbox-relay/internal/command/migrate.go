@@ -40,14 +40,11 @@ type migrated struct {
 }
 
 func (m migrated) print(out io.Writer, asJSON bool) error {
-	if asJSON {
-		return terminal.PrintJSON(out, m)
-	}
-	text := fmt.Sprintf("schema %s: version %d, was %d", m.Schema, m.To, m.From)
+	change := fmt.Sprintf("was %d", m.From)
 	if m.From == m.To {
-		text = fmt.Sprintf("schema %s: version %d, nothing to do", m.Schema, m.To)
+		change = "nothing to do"
 	}
-	return terminal.Say(out, "%s\n", text)
+	return say(out, asJSON, m, "schema %s: version %d, %s\n", m.Schema, m.To, change)
 }
 
 func newMigrateUp(s *cli.Settings) *cobra.Command {
@@ -246,14 +243,6 @@ func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error 
 	case state.Current > state.Latest:
 		s.State, remedy = "new", "too new: update this program"
 	}
-	var err error
-	if asJSON {
-		err = terminal.PrintJSON(out, s)
-	} else {
-		err = terminal.Say(out, "schema %s: version %d, this program has %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
-	}
-	if err == nil && s.State != "current" && s.State != "compatible" {
-		return errUnhealthy
-	}
-	return err
+	text := terminal.Fill("schema %s: version %d, this program has %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
+	return answer(out, asJSON, s, text, s.State == "current" || s.State == "compatible")
 }

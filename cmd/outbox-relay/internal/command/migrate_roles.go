@@ -95,10 +95,7 @@ func applyRoles(ctx context.Context, s *cli.Settings, sql, prefix string, out io
 	if err := execAll(ctx, conn, sql); err != nil {
 		return err
 	}
-	if asJSON {
-		return terminal.PrintJSON(out, map[string]string{"schema": s.Schema, "prefix": prefix})
-	}
-	return terminal.Say(out, "schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
+	return say(out, asJSON, map[string]string{"schema": s.Schema, "prefix": prefix}, "schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
 }
 
 func execAll(ctx context.Context, conn *pgx.Conn, sql string) error {

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"io"
 	"strconv"
 	"strings"
 
@@ -36,9 +35,7 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 			if cmd.Flags().Changed("relay") {
 				filter.Relay = &s.Relay
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-			defer cancel()
-			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				kafka, err := openKafka(s, s.Logger(cmd.ErrOrStderr()))
 				if err != nil {
 					return err
@@ -56,15 +53,7 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 					}
 					return terminal.Say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
 				}
-				if asJSON {
-					err = terminal.PrintJSON(cmd.OutOrStdout(), positions)
-				} else {
-					err = printPositions(cmd.OutOrStdout(), positions)
-				}
-				if err == nil && positions.KafkaError != "" {
-					return errUnhealthy
-				}
-				return err
+				return answer(cmd.OutOrStdout(), asJSON, positions, positionsText(positions), positions.KafkaError == "")
 			})
 		},
 	}, cli.FlagDatabaseURL))
@@ -75,7 +64,7 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 	return cmd
 }
 
-func printPositions(out io.Writer, p *inspect.Positions) error {
+func positionsText(p *inspect.Positions) string {
 	var text strings.Builder
 	if len(p.Shards) > 0 {
 		text.WriteString("relay\tshard\twaiting\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch\n")
@@ -90,9 +79,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 		}
 		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
 	}
-	if err := terminal.PrintTable(out, text.String()); err != nil {
-		return err
-	}
+	shards := terminal.Table(text.String())
 	text.Reset()
 	if len(p.Consumers) > 0 {
 		text.WriteString("group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\tordered\ttrouble\n")
@@ -105,9 +92,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 		terminal.Add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
 			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), human.Seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
 	}
-	if err := terminal.PrintTable(out, text.String()); err != nil {
-		return err
-	}
+	partitions := terminal.Table(text.String())
 	text.Reset()
 	for i, c := range p.Consumers {
 		if c.Members != nil && *c.Members == 0 && (i == 0 || p.Consumers[i-1].Group != c.Group) {
@@ -127,7 +112,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 	if p.KafkaError != "" {
 		text.WriteString(kafkaErrorText("topics and groups are incomplete", p.KafkaError))
 	}
-	return terminal.Write(out, text.String())
+	return shards + partitions + text.String()
 }
 
 // holderText names the holder of a partition or, if the group has no members, the last holder.

@@ -54,15 +54,7 @@ func prune(ctx context.Context, pool *pgxpool.Pool, schema string, dryRun, asJSO
 	if failed != nil && report.Horizon.IsZero() {
 		return failed // before it looked
 	}
-	if asJSON {
-		err = terminal.PrintJSON(out, report)
-	} else {
-		_, err = io.WriteString(out, pruneText(report, dryRun))
-	}
-	if err == nil && report.Elsewhere {
-		return errUnhealthy
-	}
-	return errors.Join(failed, err)
+	return errors.Join(failed, answer(out, asJSON, report, pruneText(report, dryRun), !report.Elsewhere))
 }
 
 func pruneText(r dedup.Report, dryRun bool) string {

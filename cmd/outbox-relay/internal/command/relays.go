@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -36,44 +34,23 @@ func newRelaysList(s *cli.Settings) *cobra.Command {
 live. A row leaves the outbox once every relay of this list has published it.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
-			defer cancel()
-			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				all, err := relays.List(ctx, conn, s.Schema)
 				if err != nil {
 					return err
 				}
-				if len(all) == 0 {
-					return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no relays: none has run yet")
-				}
-				return printRelays(cmd.OutOrStdout(), all, asJSON)
+				return list(cmd.OutOrStdout(), asJSON, all, "no relays: none has run yet", "relay\tshards\tleased\treplicas\tpublished\tdead\tquiet for", func(r relays.Relay) string {
+					quiet := "-"
+					if !r.Live() {
+						quiet = human.Seconds(r.QuietSeconds)
+					}
+					return terminal.Fill("%s\t%d\t%d\t%d\t%d\t%d\t%s", terminal.Plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
+				})
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
-}
-
-func printRelays(out io.Writer, all []relays.Relay, asJSON bool) error {
-	var text strings.Builder
-	text.WriteString("relay\tshards\tleased\treplicas\tpublished\tdead\tquiet for\n")
-	for _, r := range all {
-		if asJSON {
-			if err := terminal.PrintJSON(out, r); err != nil {
-				return err
-			}
-			continue
-		}
-		quiet := "-"
-		if !r.Live() {
-			quiet = human.Seconds(r.QuietSeconds)
-		}
-		terminal.Add(&text, "%s\t%d\t%d\t%d\t%d\t%d\t%s\n", terminal.Plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
-	}
-	if asJSON {
-		return nil
-	}
-	return terminal.PrintTable(out, text.String())
 }
 
 func newRelaysDelete(s *cli.Settings) *cobra.Command {
@@ -99,25 +76,15 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			sign(&by)
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				gone, err := relays.Delete(ctx, pool, s.Schema, args[0], by)
 				if err != nil {
 					return err
 				}
-				if asJSON {
-					return terminal.PrintJSON(cmd.OutOrStdout(), gone)
-				}
-				return terminal.Say(cmd.OutOrStdout(), "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
+				return say(cmd.OutOrStdout(), asJSON, gone, "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	addBy(cmd, &by, &asJSON, "reason; required")
-	s.Check(cmd, func() error {
-		if by.Why == "" {
-			return errors.New("--why is missing: say why the relay is deleted")
-		}
-		return nil
-	})
+	addBy(s, cmd, &by, &asJSON, "")
 	return cmd
 }

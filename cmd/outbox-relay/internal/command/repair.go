@@ -12,12 +12,11 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/relay"
 )
 
 func newRepair(s *cli.Settings) *cobra.Command {
-	by := operator.By{Why: "by hand"}
+	var by operator.By
 	var dryRun, asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "repair",
@@ -38,7 +37,6 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
   outbox-relay repair --why "upgrade by logical replication"`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			sign(&by)
 			limit := time.Hour // a repair of many rows takes long
 			if dryRun {
 				limit = cli.ChangeMax
@@ -52,7 +50,7 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
 		},
 	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what is wrong")
-	addBy(cmd, &by, &asJSON, "reason")
+	addBy(s, cmd, &by, &asJSON, "by hand")
 	return cmd
 }
 
@@ -61,22 +59,15 @@ func describeSequences(ctx context.Context, pool *pgxpool.Pool, schema string, a
 	if err != nil {
 		return err
 	}
-	switch {
-	case asJSON:
-		err = terminal.PrintJSON(out, state)
-	case !state.Behind:
-		err = terminal.Say(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
-	default:
-		err = terminal.Say(out, "to repair: the sequence of rows is at %d, the largest known number is %d; that of ticks is at %d, the largest is %d\n",
+	text := fmt.Sprintf("nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
+	if state.Behind {
+		text = fmt.Sprintf("to repair: the sequence of rows is at %d, the largest known number is %d; that of ticks is at %d, the largest is %d\n",
 			state.SeqLast, state.SeqKnown, state.TickLast, state.TickKnown)
-		if err == nil && state.Reused != nil {
-			err = terminal.Say(out, "the row with seq %d has a number that was used before\n", *state.Reused)
-		}
 	}
-	if err == nil && state.Behind {
-		return errUnhealthy
+	if state.Reused != nil {
+		text += fmt.Sprintf("the row with seq %d has a number that was used before\n", *state.Reused)
 	}
-	return err
+	return answer(out, asJSON, state, text, !state.Behind)
 }
 
 func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairOptions, asJSON bool, out io.Writer) error {
@@ -86,13 +77,11 @@ func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairO
 		return fmt.Errorf("%w: try again, or look for them with \"outbox-relay doctor\"", err)
 	case err != nil:
 		return err
-	case asJSON:
-		return terminal.PrintJSON(out, done)
-	case !done.Repaired:
-		_, err = io.WriteString(out, "nothing to repair\n")
-	default:
-		err = terminal.Say(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
+	}
+	text := "nothing to repair\n"
+	if done.Repaired {
+		text = fmt.Sprintf("repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
 			done.Renumbered, done.SeqBefore, done.SeqAfter, done.TickBefore, done.TickAfter)
 	}
-	return err
+	return answer(out, asJSON, done, text, true)
 }

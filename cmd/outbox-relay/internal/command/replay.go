@@ -12,9 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/replay"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // replayed is what replay prints.
@@ -24,7 +22,7 @@ type replayed struct {
 }
 
 func newReplay(s *cli.Settings) *cobra.Command {
-	opts := replay.Options{By: operator.By{Why: "replayed by hand"}}
+	var opts replay.Options
 	var timeout time.Duration
 	var asJSON, yes bool
 	cmd := cli.Needs(&cobra.Command{
@@ -43,7 +41,6 @@ divide a replay of millions of rows by time.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Schema, opts.Relay = s.Schema, s.Relay
-			sign(&opts.By)
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
 			return s.WithTables(ctx, yes, func(ctx context.Context, conn *pgx.Conn) (err error) {
@@ -68,7 +65,7 @@ divide a replay of millions of rows by time.`,
 	cli.AddBool(flags, &yes, cli.FlagYes, "publish; without it the rows are counted")
 	cli.AddDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
 	cli.CommandLineOnly(flags, "from", "to", "topic", "to-topic")
-	addBy(cmd, &opts.By, &asJSON, "reason")
+	addBy(s, cmd, &opts.By, &asJSON, "replayed by hand")
 	s.Check(cmd, func() error {
 		if opts.From.IsZero() {
 			return errors.New("--from is missing: want a time")
@@ -93,11 +90,9 @@ func addTime(flags *pflag.FlagSet, name, usage string, set func(time.Time)) {
 }
 
 func (r replayed) print(out io.Writer, asJSON bool) error {
-	switch {
-	case asJSON:
-		return terminal.PrintJSON(out, r)
-	case r.Done:
-		return terminal.Say(out, "%s put into the outbox again, from where relays publish them\n", human.Count(r.Rows, "row"))
+	text := "would be published again; nothing was done: --yes publishes them"
+	if r.Done {
+		text = "put into the outbox again, from where relays publish them"
 	}
-	return terminal.Say(out, "%s would be published again; nothing was done: --yes publishes them\n", human.Count(r.Rows, "row"))
+	return say(out, asJSON, r, "%s %s\n", human.Count(r.Rows, "row"), text)
 }

@@ -32,9 +32,6 @@ type usageError struct{ err error }
 func (e usageError) Error() string { return e.err.Error() }
 func (e usageError) Unwrap() error { return e.err }
 
-// errUnhealthy ends a command that has already printed the problems to stdout.
-var errUnhealthy = errors.New("not well")
-
 // commands returns the constructors of all commands. The settings are complete before a command
 // runs.
 func commands() []func(*cli.Settings) *cobra.Command {

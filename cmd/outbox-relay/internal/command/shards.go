@@ -19,7 +19,7 @@ import (
 const shardsMax = 256
 
 func newShards(s *cli.Settings) *cobra.Command {
-	by := operator.By{Why: "by hand"}
+	var by operator.By
 	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "shards NUMBER",
@@ -37,7 +37,6 @@ rows of a key stay in order and nothing is lost. The change is recorded. "outbox
 			if err != nil || number < 1 || number > shardsMax {
 				return usageError{fmt.Errorf("number of shards %q: want 1 to %d", args[0], shardsMax)}
 			}
-			sign(&by)
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				before, err := relay.SetShards(ctx, pool, relayOperator(s, by), int16(number))
 				switch {
@@ -45,17 +44,15 @@ rows of a key stay in order and nothing is lost. The change is recorded. "outbox
 					return fmt.Errorf("%w: --shards of its first \"outbox-relay run\" sets the number", err)
 				case err != nil:
 					return err
-				case asJSON:
-					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"relay": s.Relay, "before": before, "shards": number})
-				case int64(before) == number:
-					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s\n", terminal.Plain(s.Relay), human.Count(before, "shard"))
-				default:
-					err = terminal.Say(cmd.OutOrStdout(), "relay %s had %s and has %d: start its replicas\n", terminal.Plain(s.Relay), human.Count(before, "shard"), number)
 				}
-				return err
+				text := "has " + human.Count(before, "shard")
+				if int64(before) != number {
+					text = fmt.Sprintf("had %s and has %d: start its replicas", human.Count(before, "shard"), number)
+				}
+				return say(cmd.OutOrStdout(), asJSON, map[string]any{"relay": s.Relay, "before": before, "shards": number}, "relay %s %s\n", terminal.Plain(s.Relay), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	addBy(cmd, &by, &asJSON, "reason")
+	addBy(s, cmd, &by, &asJSON, "by hand")
 	return cmd
 }

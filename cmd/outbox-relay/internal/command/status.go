@@ -23,11 +23,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
-	"github.com/effectonce/effectonce/migrations"
 )
-
-// statusMax is the time limit of the database's answers.
-const statusMax = 30 * time.Second
 
 type statusOptions struct {
 	interval, ageMax time.Duration
@@ -78,29 +74,15 @@ func addLagAgeMax(flags *pflag.FlagSet, target *time.Duration) {
 }
 
 func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
-	ctx, cancel := context.WithTimeout(ctx, statusMax+opts.interval)
+	ctx, cancel := context.WithTimeout(ctx, cli.ReadMax+opts.interval)
 	defer cancel()
-	conn, err := s.Connect(ctx)
-	if err != nil {
-		return err
-	}
-	defer cli.HangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
-		return err
-	}
-	status, err := readStatus(ctx, s, conn, opts)
-	if err != nil {
-		return err
-	}
-	if opts.json {
-		err = terminal.PrintJSON(out, status)
-	} else {
-		err = printStatus(out, status)
-	}
-	if err == nil && !status.Well {
-		return errUnhealthy
-	}
-	return err
+	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+		status, err := readStatus(ctx, s, conn, opts)
+		if err != nil {
+			return err
+		}
+		return answer(out, opts.json, status, statusText(status), status.Well)
+	})
 }
 
 func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
@@ -154,24 +136,16 @@ func withAdmin(ctx context.Context, s *cli.Settings, ask func(context.Context, *
 	return ask(ctx, kadm.NewClient(client))
 }
 
-func printStatus(out io.Writer, status *doctor.Status) error {
-	if err := terminal.PrintTable(out, relaysText(status)); err != nil {
-		return err
-	}
-	if status.Scheduled.Count > 0 {
-		if _, err := io.WriteString(out, scheduledText(status.Scheduled)); err != nil {
-			return err
-		}
-	}
-	if err := terminal.Say(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
-		return err
-	}
-	if len(status.Consuming) > 0 {
-		if err := terminal.PrintTable(out, consumersText(status)); err != nil {
-			return err
-		}
-	}
+func statusText(status *doctor.Status) string {
 	var text strings.Builder
+	text.WriteString(terminal.Table(relaysText(status)))
+	if status.Scheduled.Count > 0 {
+		text.WriteString(scheduledText(status.Scheduled))
+	}
+	terminal.Add(&text, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions)
+	if len(status.Consuming) > 0 {
+		text.WriteString(terminal.Table(consumersText(status)))
+	}
 	if d := status.Dedup; d != nil {
 		text.WriteString(claimsText(d))
 	}
@@ -184,7 +158,7 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 	if status.Well {
 		terminal.Add(&text, "well\n")
 	}
-	return terminal.Write(out, text.String())
+	return text.String()
 }
 
 func scheduledText(s doctor.Scheduled) string {

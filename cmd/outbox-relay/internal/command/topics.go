@@ -42,14 +42,12 @@ type topicsChange struct {
 	asJSON bool
 }
 
-func (c *topicsChange) add(cmd *cobra.Command) {
-	c.by.Why = "by hand"
-	addBy(cmd, &c.by, &c.asJSON, "reason")
+func (c *topicsChange) add(s *cli.Settings, cmd *cobra.Command) {
+	addBy(s, cmd, &c.by, &c.asJSON, "by hand")
 }
 
 // run runs a change on the schema, as the operator. The time limit includes wait.
 func (c *topicsChange) run(ctx context.Context, s *cli.Settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
-	sign(&c.by)
 	return s.OnSchemaFor(ctx, cli.ChangeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
 		if err := knowsRelay(ctx, s, pool); err != nil {
 			return err
@@ -99,7 +97,7 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 			})
 		},
 	}, cli.FlagDatabaseURL))
-	c.add(cmd)
+	c.add(s, cmd)
 	cli.AddDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: no wait")
 	cli.AddBool(cmd.Flags(), &force, "force", "also pause topics that neither exist nor have rows")
 	cli.CommandLineOnly(cmd.Flags(), "force")
@@ -118,32 +116,23 @@ type pausing struct {
 }
 
 func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bool) error {
-	var err error
-	if asJSON {
-		err = terminal.PrintJSON(out, p)
-	} else {
-		text := fmt.Sprintf("%d of %s paused", len(p.Paused), human.Count(topics, "topic"))
-		switch {
-		case wait == 0:
-			text += "; did not wait until the pause holds"
-		case p.Holds:
-			text += "; the pause holds"
-		case len(p.Unconfirmed) == 0:
-			text += "; no replica of the relay runs: the pause is stored, and holds once one runs"
-		default:
-			limit := fmt.Sprintf("within %s by %s", human.Duration(wait), terminal.Plain(strings.Join(p.Unconfirmed, ", ")))
-			if p.interrupted { // perhaps before the replicas were known
-				limit = "before the interruption"
-			}
-			text += fmt.Sprintf("; the pause was not confirmed %s: rows read before it may still be published; "+
-				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", limit)
+	text := fmt.Sprintf("%d of %s paused", len(p.Paused), human.Count(topics, "topic"))
+	switch {
+	case wait == 0:
+		text += "; did not wait until the pause holds"
+	case p.Holds:
+		text += "; the pause holds"
+	case len(p.Unconfirmed) == 0:
+		text += "; no replica of the relay runs: the pause is stored, and holds once one runs"
+	default:
+		limit := fmt.Sprintf("within %s by %s", human.Duration(wait), terminal.Plain(strings.Join(p.Unconfirmed, ", ")))
+		if p.interrupted { // perhaps before the replicas were known
+			limit = "before the interruption"
 		}
-		err = terminal.Say(out, "%s\n", text)
+		text += fmt.Sprintf("; the pause was not confirmed %s: rows read before it may still be published; "+
+			"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", limit)
 	}
-	if err == nil && wait > 0 && !p.Holds {
-		return errUnhealthy
-	}
-	return err
+	return answer(out, asJSON, p, terminal.Fill("%s\n", text), wait == 0 || p.Holds)
 }
 
 // refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is
@@ -184,14 +173,11 @@ func newTopicsResume(s *cli.Settings) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if c.asJSON {
-					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"resumed": append([]string{}, changed...)})
-				}
-				return terminal.Say(cmd.OutOrStdout(), "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
+				return say(cmd.OutOrStdout(), c.asJSON, map[string]any{"resumed": append([]string{}, changed...)}, "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	c.add(cmd)
+	c.add(s, cmd)
 	return cmd
 }
 
@@ -230,25 +216,12 @@ func newTopicsList(s *cli.Settings) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if asJSON {
-					return terminal.PrintObjects(cmd.OutOrStdout(), paused)
-				}
-				return printPaused(cmd.OutOrStdout(), paused)
+				return list(cmd.OutOrStdout(), asJSON, paused, "no paused topics", "topic\tsince\tby\twhy", func(p relay.PausedTopic) string {
+					return terminal.Fill("%s\t%s\t%s\t%s", terminal.Plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), terminal.Plain(p.Who), terminal.Plain(p.Why))
+				})
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
-}
-
-func printPaused(out io.Writer, paused []relay.PausedTopic) error {
-	if len(paused) == 0 {
-		return terminal.Write(out, "no paused topics\n")
-	}
-	for _, p := range paused {
-		if err := terminal.Say(out, "%s  since %s  by %s: %s\n", terminal.Plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), terminal.Plain(p.Who), terminal.Plain(p.Why)); err != nil {
-			return err
-		}
-	}
-	return nil
 }

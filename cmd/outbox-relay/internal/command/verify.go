@@ -80,15 +80,7 @@ func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, asJSON
 		if err != nil {
 			return err
 		}
-		if asJSON {
-			err = terminal.PrintJSON(out, report)
-		} else {
-			_, err = io.WriteString(out, verifyText(report))
-		}
-		if err == nil && !report.Well {
-			return errUnhealthy
-		}
-		return err
+		return answer(out, asJSON, report, verifyText(report), report.Well)
 	})
 }
 

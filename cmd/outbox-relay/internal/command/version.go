@@ -1,12 +1,12 @@
 package command
 
 import (
+	"cmp"
 	"runtime/debug"
 
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -27,19 +27,12 @@ func newVersion(*cli.Settings) *cobra.Command {
 		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := readVersion()
-			if asJSON {
-				return terminal.PrintJSON(cmd.OutOrStdout(), v)
-			}
-			revision := v.Revision
-			if revision == "" {
-				revision = "unknown"
-			}
+			revision := cmp.Or(v.Revision, "unknown")
 			if v.Modified {
 				revision += " with changes"
 			}
-			err := terminal.Say(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
+			return say(cmd.OutOrStdout(), asJSON, v, "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
 				v.Version, revision, v.Schema, v.Go)
-			return err
 		},
 	})
 	cli.AddJSON(cmd, &asJSON)

@@ -2,7 +2,6 @@ package inspect
 
 import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // rowsSQL finds rows by ID. $2 bounds the search from below.
@@ -62,8 +61,6 @@ ORDER BY id LIMIT 1000`
 
 const clockSQL = `-- inspect.clock
 SELECT clock_timestamp()`
-
-func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
 
 const snapshotSQL = `-- inspect.snapshot
 SELECT pg_current_snapshot()::text`

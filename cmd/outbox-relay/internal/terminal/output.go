@@ -5,6 +5,7 @@ import (
 	"io"
 	"regexp"
 	"strconv"
+	"strings"
 	"text/tabwriter"
 )
 
@@ -36,19 +37,11 @@ func Plain(name string) string {
 	return strconv.Quote(name)
 }
 
-// SayNone ends a list without entries, which is not an error. With --json it prints nothing.
-func SayNone(out io.Writer, asJSON bool, text string) error {
-	if asJSON {
-		return nil
-	}
-	return Say(out, "%s\n", text)
-}
-
-// PrintTable aligns columns that are separated by tabs.
-func PrintTable(out io.Writer, text string) error {
-	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	if _, err := io.WriteString(table, text); err != nil {
-		return err
-	}
-	return table.Flush()
+// Table aligns columns that are separated by tabs.
+func Table(text string) string {
+	var aligned strings.Builder
+	table := tabwriter.NewWriter(&aligned, 0, 0, 2, ' ', 0)
+	_, _ = io.WriteString(table, text) // a strings.Builder never fails
+	_ = table.Flush()
+	return aligned.String()
 }

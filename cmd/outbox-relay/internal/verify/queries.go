@@ -2,7 +2,6 @@ package verify
 
 import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 const sinceSQL = `-- verify.since
@@ -41,5 +40,3 @@ SELECT m.record FROM unnest($2::uuid[], $3::int[]) AS m (id, record) GROUP BY m.
   EXISTS (SELECT FROM effectonce.processed_messages p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
   OR EXISTS (SELECT FROM effectonce.processed_forever p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[])))
 ORDER BY m.record`
-
-func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

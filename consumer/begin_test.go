@@ -55,7 +55,7 @@ func (h *harness) handledFrom() int {
 
 // Property: messages that the group's first offset skips do not count as handled: a rewind handles them. An
 // interrupted rewind continues where it was, and when it is finished its messages count as handled.
-// Issue A4.
+//
 func TestInterruptedRewindGoesOn(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -131,7 +131,7 @@ func (h *harness) topicID() (id uuid.UUID, cluster string) {
 }
 
 // Property: of a group whose offsets were set to the ends of its topics before it first ran, partitions
-// that are added later begin at their start, and so does a recreated topic. Issue A6.
+// that are added later begin at their start, and so does a recreated topic.
 func TestLatestLosesNothingThatComesLater(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -158,7 +158,7 @@ func TestLatestLosesNothingThatComesLater(t *testing.T) {
 
 // Property: offsets that were translated for a topic with another ID are where the group continues;
 // those that this group committed itself, for an earlier topic of the same name in the same
-// cluster, are not. Issue A7.
+// cluster, are not.
 func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -377,7 +377,7 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 type valueKey struct{}
 
 // Property: the values of the context that Run or Deliver gets reach handlers; the end of Run's
-// does not: the batch in progress may finish. Issue E.
+// does not: the batch in progress may finish.
 func TestContextValuesReachHandlers(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -91,7 +91,7 @@ func (h *harness) waitCaughtUp(c *consumer.Consumer) {
 }
 
 // Property: Status shows the state of a partition and its reason, for as long as it lasts: from before
-// Run until after it. Issue E.
+// Run until after it.
 func TestStatesOfAPartitionAreShown(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -164,7 +164,7 @@ func TestStatesOfAPartitionAreShown(t *testing.T) {
 }
 
 // Property: a partition with workers has the worst state of them: one blocked key is seen while the
-// others are handled. Issue E.
+// others are handled.
 func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -194,7 +194,7 @@ func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
 	require.NoError(t, ended())
 }
 
-// Property: Status has the position, the lag and the epoch of a partition. Issue E.
+// Property: Status has the position, the lag and the epoch of a partition.
 func TestStatusCountsWhatIsBehind(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -246,7 +246,7 @@ func ask(t *testing.T, c *consumer.Consumer) (code int, body map[string]any, tex
 
 // Property: a consumer is ready while it is in its group: not before, and not while it drains. A
 // partition that halts is shown and makes it no less ready. No error's text is shown, which may
-// have parts of payloads. Issue E.
+// have parts of payloads.
 func TestReadyWhileInTheGroup(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -281,7 +281,7 @@ func TestReadyWhileInTheGroup(t *testing.T) {
 }
 
 // Property: a consumer that waits for its database at the start, or that the group does not admit,
-// is not ready; one in the group without a partition is. Issue E.
+// is not ready; one in the group without a partition is.
 func TestReadinessOfAReplica(t *testing.T) {
 	t.Parallel()
 	t.Run("the database does not answer", func(t *testing.T) {

@@ -269,7 +269,7 @@ func asksFor(request *kmsg.ListOffsetsRequest, partition int32) bool {
 }
 
 // Property: a partition without a leader does not stop the other partitions of the assignment, and
-// begins when it has a leader; none of its messages is lost. Issue B11.
+// begins when it has a leader; none of its messages is lost.
 func TestPartitionWithoutLeaderWaitsAlone(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -293,7 +293,7 @@ func TestPartitionWithoutLeaderWaitsAlone(t *testing.T) {
 }
 
 // Property: a topic that does not exist is an error at the start, which names it; if configured,
-// the consumer waits for it and logs that. Issue E.
+// the consumer waits for it and logs that.
 func TestMissingTopic(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

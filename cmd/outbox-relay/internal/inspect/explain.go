@@ -139,7 +139,7 @@ type Passed struct {
 // Kafka error is part of the explanation: what the database knows is shown even if no broker
 // answers, and so is each section of the database that cannot be read.
 func Explain(ctx context.Context, db Conn, kafka *Kafka, q Question) (*Explanation, error) {
-	e := &explainer{Question: q, db: limited{db}, kafka: kafka, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil, Problems: []string{}}}
+	e := &explainer{Question: q, db: limited{db}, kafka: kafka, aliases: map[string][]string{}, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil, Problems: []string{}}}
 	for _, step := range []func(context.Context) error{
 		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
 	} {
@@ -156,14 +156,15 @@ func Explain(ctx context.Context, db Conn, kafka *Kafka, q Question) (*Explanati
 
 type explainer struct {
 	Question
-	db     operator.Querier
-	kafka  *Kafka
-	names  *names
-	place  *Place // asked for
-	read   map[uuid.UUID]bool
-	scopes []string // topics of consumers
-	rules  [][]dedup.IDSource
-	out    *Explanation
+	db      operator.Querier
+	kafka   *Kafka
+	names   *names
+	place   *Place // asked for
+	read    map[uuid.UUID]bool
+	scopes  []string            // topics of consumers
+	aliases map[string][]string // what consumers call a topic in IDs
+	rules   [][]dedup.IDSource
+	out     *Explanation
 }
 
 // lookAtPlace finds the ID of the record at the place that was asked for.
@@ -174,7 +175,7 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 	place, is := parsePlace(e.Text)
 	if !is {
 		for _, topic := range slices.Concat(e.scopes, e.Topics) {
-			e.names.addScope(topic)
+			e.addScope(topic)
 		}
 		return nil
 	}
@@ -217,6 +218,13 @@ func (e *explainer) askKafka(ctx context.Context, ask func(context.Context) erro
 	return err
 }
 
+// addScope also adds what consumers call a topic.
+func (e *explainer) addScope(scope string) {
+	for _, name := range append(e.aliases[scope], scope) {
+		e.names.addScope(name)
+	}
+}
+
 // readRows reads rows of the outbox by the IDs that were not read yet.
 func (e *explainer) readRows(ctx context.Context) error {
 	var fresh []uuid.UUID
@@ -241,15 +249,15 @@ func (e *explainer) readRows(ctx context.Context) error {
 	scheduled, scheduledErr := e.scheduled(ctx, fresh)
 	e.out.Scheduled = append(e.out.Scheduled, scheduled...)
 	for _, row := range rows {
-		e.names.addScope(row.Topic)
+		e.addScope(row.Topic)
 		e.names.addText(row.ID.String())
 	}
 	for _, row := range dead {
-		e.names.addScope(row.Topic)
+		e.addScope(row.Topic)
 		e.names.addText(row.ID.String())
 	}
 	for _, row := range scheduled {
-		e.names.addScope(row.Topic)
+		e.addScope(row.Topic)
 	}
 	return errors.Join(err, deadErr, scheduledErr)
 }

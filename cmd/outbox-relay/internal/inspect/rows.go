@@ -90,10 +90,11 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 // readRules reads the consumers' topics, and their rules for IDs. Without consumers, each header that any
 // standard rule reads counts.
 func (e *explainer) readRules(ctx context.Context) error {
-	var topic, text string
+	var topic, text, alias string
 	texts := map[string]bool{}
-	err := operator.Each(ctx, e.db, "read the consumers' topics", e.Schema, topicsSQL, nil, []any{&topic, &text}, func() error {
+	err := operator.Each(ctx, e.db, "read the consumers' topics", e.Schema, topicsSQL, nil, []any{&topic, &text, &alias}, func() error {
 		e.scopes, texts[text] = append(e.scopes, topic), true
+		e.aliases[topic] = append(e.aliases[topic], alias)
 		return nil
 	})
 	if len(texts) == 0 {

@@ -42,7 +42,7 @@ func newRecord(r *kgo.Record, texts []string) Record {
 func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
 	texts, scope := e.carried(r)
 	e.out.Records = append(e.out.Records, newRecord(r, texts))
-	e.names.addScope(scope)
+	e.addScope(scope)
 	for _, text := range texts {
 		e.names.addText(text)
 	}

@@ -32,6 +32,7 @@ type claims struct {
 	next      map[position]int64
 	consumers map[string][]int32
 	rules     map[string]map[string][]dedup.IDSource // by topic and rule
+	aliases   map[string]string                      // what a topic is called in IDs
 	windows   map[string]time.Duration               // the longest; 0: forever
 	waiting   map[string]*pending                    // by topic
 }
@@ -43,7 +44,7 @@ type pending struct {
 }
 
 func readClaims(ctx context.Context, db operator.Querier, schema, group string) (*claims, error) {
-	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string][]dedup.IDSource{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
+	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string][]dedup.IDSource{}, aliases: map[string]string{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
 	var p position
 	var next int64
 	err := operator.Each(ctx, db, fmt.Sprintf("read the positions of group %q", group), schema, positionsSQL, []any{group}, []any{&p.topic, &p.partition, &next}, func() error {
@@ -54,9 +55,10 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 		return nil, err
 	}
 	var id int32
-	var topic, text string
+	var topic, text, alias string
 	var window *float64
-	err = operator.Each(ctx, db, fmt.Sprintf("read the consumers of group %q", group), schema, consumersSQL, []any{group}, []any{&id, &topic, &text, &window}, func() error {
+	err = operator.Each(ctx, db, fmt.Sprintf("read the consumers of group %q", group), schema, consumersSQL, []any{group}, []any{&id, &topic, &text, &window, &alias}, func() error {
+		c.aliases[topic] = alias
 		known := len(c.consumers[topic]) > 0
 		c.consumers[topic] = append(c.consumers[topic], id)
 		rule, err := dedup.ParseIDRule(text)
@@ -96,6 +98,9 @@ func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 	for _, sources := range r.claims.rules[record.Topic] {
 		if text, scope := inspect.Carried(record, sources); text != "" {
 			ids = append(ids, dedup.MessageID(scope, []byte(text)))
+			if alias, isTopic := r.claims.aliases[scope]; isTopic && alias != scope {
+				ids = append(ids, dedup.MessageID(alias, []byte(text)))
+			}
 		}
 	}
 	if len(ids) == 0 {

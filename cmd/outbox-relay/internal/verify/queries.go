@@ -1,6 +1,7 @@
 package verify
 
 import (
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 )
 
@@ -31,7 +32,7 @@ SELECT topic, partition, next_offset FROM effectonce.consumer_positions WHERE co
 
 // consumersSQL returns a null window for forever.
 const consumersSQL = `-- verify.consumers
-SELECT c.id, t.topic, c.id_rule, extract(epoch FROM c.dedup_window)::float8
+SELECT c.id, t.topic, c.id_rule, extract(epoch FROM c.dedup_window)::float8, ` + inspect.Alias + `
 FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) WHERE c.consumer_group = $1`
 
 // unclaimedSQL returns for which of the records $3 none of the consumers $1 has claimed an ID, $2.

@@ -55,7 +55,6 @@ func (h *harness) handledFrom() int {
 
 // Property: messages that the group's first offset skips do not count as handled: a rewind handles them. An
 // interrupted rewind continues where it was, and when it is finished its messages count as handled.
-//
 func TestInterruptedRewindGoesOn(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -158,13 +158,6 @@ func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (in
 	return out.fresh, err
 }
 
-// Rule is a row of the table that decides what a failure means.
-type Rule struct {
-	Name    string
-	Origins []string
-	Verdict string
-}
-
 func (f *failure) Error() string { return f.err.Error() }
 func (f *failure) Unwrap() error { return f.err }
 
@@ -172,16 +165,12 @@ func (v verdict) String() string {
 	return [...]string{"repeat", "wait", "fenced", "divide", "count", "park"}[v]
 }
 
-// Rules lists the table.
-func Rules() []Rule {
-	list := make([]Rule, len(rules))
-	for i, r := range rules {
-		list[i] = Rule{Name: r.name, Verdict: r.verdict.String()}
-		for _, o := range r.origins {
-			list[i].Origins = append(list[i].Origins, o.String())
-		}
+// Rules lists the rows of the table.
+func Rules() (names []string) {
+	for _, r := range rules {
+		names = append(names, r.name)
 	}
-	return list
+	return names
 }
 
 // Origins lists where a failure may arise.

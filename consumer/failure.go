@@ -73,14 +73,13 @@ const (
 
 // rule is one row of the table that decides what a failure means.
 type rule struct {
-	name    string // for docs/design.md and tests
+	name    string // for people, and tests
 	origins []origin
 	matches func(f *failure) bool
 	verdict verdict
 }
 
-// rules are evaluated from the top; the first matching row decides. docs/design.md shows the same
-// table.
+// rules are evaluated from the top; the first matching row decides.
 //
 //nolint:gochecknoglobals // a table
 var rules = []rule{

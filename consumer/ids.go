@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -46,7 +45,7 @@ var errReservedSource = errors.New("ce_source begins with " + reservedScope + ",
 
 // identify sets the ID of a message from its headers. A message without one keeps no ID if
 // Config.IDFunc is to be asked: see askIDs. It marks messages that must be parked.
-func (c *Consumer) identify(m *Message, sources []dedup.IDSource) {
+func (c *Consumer) identify(m *Message, rule dedup.IDRule) {
 	if size := m.size(); size > c.cfg.MessageBytesMax {
 		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.cfg.MessageBytesMax))
 	}
@@ -60,7 +59,7 @@ func (c *Consumer) identify(m *Message, sources []dedup.IDSource) {
 			return
 		}
 	}
-	raw, err := idHeader(m, sources)
+	raw, err := dedup.ReadID(rule, m.Headers, headerParts)
 	switch {
 	case err != nil:
 		m.unknowable(err)
@@ -125,44 +124,4 @@ func (m *Message) name(raw []byte) {
 func (m *Message) unknowable(err error) {
 	m.named, m.ID = true, coordinatesID(m)
 	m.refuse(reasonInvalid, err)
-}
-
-// idHeader returns the ID from the first header that has one. An empty value is not an ID: all
-// messages with one would be duplicates of each other.
-func idHeader(m *Message, sources []dedup.IDSource) ([]byte, error) {
-	for _, source := range sources {
-		found, err := m.only(source.Header)
-		if (err != nil || found != nil) && proven(m, source) {
-			return found, err
-		}
-	}
-	return nil, nil
-}
-
-// only returns the value of a header, unless it is empty; nil: there is none. Choosing one of two
-// values could take a message for another.
-func (m *Message) only(name string) (found []byte, err error) {
-	for _, h := range m.Headers {
-		if h.Name != name || len(h.Value) == 0 {
-			continue
-		}
-		if found != nil && !bytes.Equal(found, h.Value) {
-			return nil, fmt.Errorf("message carries two different values of header %q: let its producer send one", name)
-		}
-		found = h.Value
-	}
-	return found, nil
-}
-
-// proven reports whether another header shows that the known producer wrote the message.
-func proven(m *Message, source dedup.IDSource) bool {
-	if source.Proof == "" {
-		return true
-	}
-	for _, h := range m.Headers {
-		if h.Name != source.Header && strings.HasPrefix(h.Name, source.Proof) {
-			return true
-		}
-	}
-	return false
 }

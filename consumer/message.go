@@ -109,13 +109,15 @@ func (m *Message) String() string {
 	return fmt.Sprintf("message %s (topic %s, partition %d, offset %d)", m.ID, m.Topic, m.Partition, m.Offset)
 }
 
+func headerParts(h Header) (name string, value []byte) { return h.Name, h.Value }
+
 // headersMax bounds the number of headers of a message, which are searched linearly.
 const headersMax = 1000
 
 // messages converts records of the partition to messages, with one allocation for all messages and
 // one for all headers.
 func (p *partition) messages(records []*kgo.Record) []*Message {
-	sources := p.name.IDRule().Sources()
+	rule := p.name.IDRule()
 	n := 0
 	for _, record := range records {
 		n += len(record.Headers)
@@ -133,7 +135,7 @@ func (p *partition) messages(records []*kgo.Record) []*Message {
 			headers = append(headers, Header{Name: h.Key, Value: h.Value})
 		}
 		m.Headers = headers[begin:len(headers):len(headers)]
-		if p.consumer.identify(m, sources); p.consumer.cfg.Order != OrderByPartition {
+		if p.consumer.identify(m, rule); p.consumer.cfg.Order != OrderByPartition {
 			m = m.alone()
 		}
 		msgs[i] = m

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+
+	"github.com/effectonce/effectonce/dedup"
 )
 
 // Routes are the handlers of messages, by topic.
@@ -25,8 +27,8 @@ type TopicRoutes struct {
 // Router is a Handler that passes each message to the handler of its topic and type. Create one
 // with Route.
 type Router struct {
-	topics  map[string]topicRoutes
-	headers []string // that may carry the type
+	topics map[string]topicRoutes
+	rule   dedup.IDRule // of the headers that may carry the type
 }
 
 // route is the destination of messages. Routes are compared by address: handlers cannot be
@@ -49,8 +51,9 @@ func Route(routes Routes, typeHeaders ...string) (*Router, error) {
 	if typeHeaders == nil {
 		typeHeaders = []string{"ce_type", "type"}
 	}
-	if slices.Contains(typeHeaders, "") {
-		report("typeHeaders: a name is empty")
+	rule, err := dedup.HeaderIDs(typeHeaders...)
+	if err != nil {
+		report("typeHeaders: %w", err)
 	}
 	if len(routes) == 0 {
 		report("routes are empty: want at least one topic")
@@ -81,7 +84,7 @@ func Route(routes Routes, typeHeaders ...string) (*Router, error) {
 	if len(problems) > 0 {
 		return nil, errors.Join(problems...)
 	}
-	return &Router{topics, typeHeaders}, nil
+	return &Router{topics, rule}, nil
 }
 
 // Topics returns the topics that have routes, sorted, for Config.Topics.
@@ -127,34 +130,21 @@ func (r *Router) find(msg *Message) (*route, error) {
 	if len(topic.types) == 0 {
 		return topic.otherwise, nil
 	}
-	name, err := r.typeOf(msg)
+	name, err := dedup.ReadID(r.rule, msg.Headers, headerParts)
 	if err != nil {
-		return nil, err
+		return nil, unknownType("its type: %w", err)
 	}
-	if found, ok := topic.types[name]; ok {
+	if found, ok := topic.types[string(name)]; ok {
 		return found, nil
 	}
 	switch {
 	case topic.otherwise != nil:
 		return topic.otherwise, nil
-	case name == "":
-		return nil, unknownType("message has no type: no header of %q", r.headers)
+	case name == nil:
+		return nil, unknownType("message has no type in %s", r.rule)
 	default:
 		return nil, unknownType("type %.260q has no route in topic %q", name, msg.Topic)
 	}
-}
-
-// typeOf returns the type that a message carries; empty: none. Two different types in one header
-// are an error.
-func (r *Router) typeOf(msg *Message) (string, error) {
-	for _, name := range r.headers {
-		if found, err := msg.only(name); err != nil {
-			return "", unknownType("its type: %w", err)
-		} else if found != nil {
-			return string(found), nil
-		}
-	}
-	return "", nil
 }
 
 func unknownType(format string, args ...any) error {

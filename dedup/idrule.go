@@ -1,6 +1,7 @@
 package dedup
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"slices"
@@ -21,18 +22,12 @@ import (
 // Profiles can be combined: standard+debezium+watermill.
 type IDRule struct {
 	text    string
-	sources []IDSource
+	sources []idSource
 }
 
-// IDSource is a header that may carry a message's ID. The first source of a rule that applies is
-// used.
-type IDSource struct {
-	// Header is the name of the header. Its value is the ID.
-	Header string
-	// Proof is a prefix of header names. Header is used only if the same message has a header whose
-	// name begins with it. Empty: no proof is needed.
-	Proof string
-}
+// idSource is a header that may carry a message's ID: only if the same message has another header whose name
+// begins with proof. Empty: no proof is needed.
+type idSource struct{ header, proof string }
 
 // IDProfile vouches for the producer of a topic: it wrote the header that its messages carry.
 type IDProfile string
@@ -80,18 +75,18 @@ var ErrIDRule = errors.New("invalid ID rule")
 
 // StandardIDs returns the standard rule with profiles.
 func StandardIDs(profiles ...IDProfile) (IDRule, error) {
-	parts := []string{ruleStandard}
+	text := ruleStandard
 	for _, profile := range profiles {
-		parts = append(parts, string(profile))
+		text += "+" + string(profile)
 	}
-	return ParseIDRule(strings.Join(parts, "+"))
+	return ParseIDRule(text)
 }
 
 // HeaderIDs returns the rule that reads the named headers in this order. At most 20 names of 1 to
 // 255 visible ASCII characters without comma, 2048 bytes in all. Without names, no header is used
 // and all messages get their IDs by other means.
 func HeaderIDs(names ...string) (IDRule, error) {
-	rule := IDRule{text: ruleHeaders + strings.Join(names, ","), sources: []IDSource{}}
+	rule := IDRule{text: ruleHeaders + strings.Join(names, ","), sources: []idSource{}}
 	if len(names) > IDHeadersMax {
 		return IDRule{}, fmt.Errorf("%w: %d headers: want at most %d", ErrIDRule, len(names), IDHeadersMax)
 	}
@@ -99,7 +94,7 @@ func HeaderIDs(names ...string) (IDRule, error) {
 		if !isHeaderName(name) {
 			return IDRule{}, fmt.Errorf("%w: header %.300q: want 1 to %d visible ASCII characters without comma", ErrIDRule, name, IDHeaderBytesMax)
 		}
-		rule.sources = append(rule.sources, IDSource{Header: name})
+		rule.sources = append(rule.sources, idSource{header: name})
 	}
 	if len(rule.text) > IDRuleBytesMax {
 		return IDRule{}, fmt.Errorf("%w: %d bytes: want at most %d", ErrIDRule, len(rule.text), IDRuleBytesMax)
@@ -123,40 +118,25 @@ func ParseIDRule(text string) (IDRule, error) {
 		}
 		return HeaderIDs(strings.Split(names, ",")...)
 	}
-	parts := strings.Split(text, "+")
-	profiles := map[IDProfile]bool{}
-	for _, part := range parts[1:] {
-		profile := IDProfile(part)
-		if profile != ProfileDebezium && profile != ProfileWatermill || profiles[profile] {
-			return IDRule{}, fmt.Errorf("%w: profile %.100q: want %s or %s, each once", ErrIDRule, part, ProfileDebezium, ProfileWatermill)
-		}
-		profiles[profile] = true
-	}
-	if parts[0] != ruleStandard {
+	profiles := strings.Split(text, "+")
+	if profiles[0] != ruleStandard {
 		return IDRule{}, fmt.Errorf("%w: %.100q: want standard, standard+debezium, standard+watermill or headers:NAME,NAME", ErrIDRule, text)
 	}
-	return standardIDs(profiles[ProfileDebezium], profiles[ProfileWatermill]), nil
-}
-
-// standardIDs wants a second header for the names that other programs use for other things, unless
-// their producer is asserted.
-func standardIDs(debezium, watermill bool) IDRule {
-	rule := IDRule{text: ruleStandard, sources: []IDSource{{Header: headerMessageID}, {Header: headerCloudEvent}}}
-	for _, known := range []struct {
-		asserted bool
-		profile  IDProfile
-		source   IDSource
-	}{
-		{debezium, ProfileDebezium, IDSource{Header: headerDebezium, Proof: proofDebezium}},
-		{watermill, ProfileWatermill, IDSource{Header: headerWatermill, Proof: proofWatermill}},
-	} {
-		if known.asserted {
-			rule.text += "+" + string(known.profile)
-			known.source.Proof = ""
+	// The names that other programs use for other things need a second header, unless the operator
+	// vouches for their producer.
+	debezium, watermill := idSource{headerDebezium, proofDebezium}, idSource{headerWatermill, proofWatermill}
+	for _, profile := range profiles[1:] {
+		switch {
+		case IDProfile(profile) == ProfileDebezium && debezium.proof != "":
+			debezium.proof = ""
+		case IDProfile(profile) == ProfileWatermill && watermill.proof != "":
+			watermill.proof = ""
+		default:
+			return IDRule{}, fmt.Errorf("%w: profile %.100q: want %s or %s, each once", ErrIDRule, profile, ProfileDebezium, ProfileWatermill)
 		}
-		rule.sources = append(rule.sources, known.source)
 	}
-	return rule
+	slices.Sort(profiles[1:]) // one rule has one text
+	return IDRule{text: strings.Join(profiles, "+"), sources: []idSource{{header: headerMessageID}, {header: headerCloudEvent}, debezium, watermill}}, nil
 }
 
 // String returns the text of the rule.
@@ -167,15 +147,39 @@ func (r IDRule) String() string {
 	return r.text
 }
 
-// Sources returns the headers that carry a message's ID, in the order in which they are tried.
-func (r IDRule) Sources() []IDSource {
-	if r.text == "" {
-		return standardIDs(false, false).sources
-	}
-	return slices.Clone(r.sources)
-}
+// None reports whether the rule reads no header.
+func (r IDRule) None() bool { return r.text == ruleHeaders }
 
 // SameIDs reports whether two rules give every message the same ID.
-func (r IDRule) SameIDs(other IDRule) bool {
-	return slices.Equal(r.Sources(), other.Sources())
+func (r IDRule) SameIDs(other IDRule) bool { return r.String() == other.String() }
+
+// ReadID returns what a message carries as its ID in its headers, which read splits; nil: nothing. The first
+// header of the rule that has a value counts. An empty value is no ID: all messages with one would be
+// duplicates of each other. Two different values of one header are an error: choosing one could take a message
+// for another.
+func ReadID[H any](r IDRule, headers []H, read func(H) (name string, value []byte)) (id []byte, err error) {
+	if r.text == "" {
+		r, _ = StandardIDs()
+	}
+	for _, source := range r.sources {
+		proven := source.proof == ""
+		id = nil
+		for _, h := range headers {
+			name, value := read(h)
+			switch {
+			case name != source.header:
+				proven = proven || strings.HasPrefix(name, source.proof)
+			case len(value) == 0:
+			case id != nil && !bytes.Equal(id, value):
+				err = fmt.Errorf("message carries two different values of header %q: let its producer send one", name)
+			default:
+				id = value
+			}
+		}
+		if id != nil && proven {
+			return id, err
+		}
+		err = nil
+	}
+	return nil, nil
 }

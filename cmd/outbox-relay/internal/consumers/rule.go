@@ -15,7 +15,7 @@ import (
 // CheckRule refuses a text that is no rule for IDs, and a rule that reads no header.
 func CheckRule(rule string) error {
 	parsed, err := dedup.ParseIDRule(rule)
-	if err == nil && len(parsed.Sources()) == 0 {
+	if err == nil && parsed.None() {
 		err = errors.New("want the name of a header: headers:NAME,NAME")
 	}
 	return err

@@ -163,7 +163,7 @@ type explainer struct {
 	read    map[uuid.UUID]bool
 	scopes  []string            // topics of consumers
 	aliases map[string][]string // what consumers call a topic in IDs
-	rules   [][]dedup.IDSource
+	rules   []dedup.IDRule
 	out     *Explanation
 }
 

@@ -1,7 +1,6 @@
 package inspect
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -116,31 +115,24 @@ func (n *names) time(now time.Time) (time.Time, bool) {
 // firstID is a time before the first ULID.
 func firstID() time.Time { return time.Date(2016, 1, 1, 0, 0, 0, 0, time.UTC) }
 
-// Carried finds the ID that a record carries, as a consumer with a rule of these sources does.
-func Carried(record *kgo.Record, sources []dedup.IDSource) (text, scope string) {
-	value := func(name string) string {
-		for _, h := range record.Headers {
-			if h.Key == name && len(h.Value) > 0 {
-				return string(h.Value)
-			}
-		}
-		return ""
+// Carried finds the ID that a record carries, and its scope, as a consumer with the rule does.
+func Carried(record *kgo.Record, rule dedup.IDRule) (text, scope string) {
+	id, err := dedup.ReadID(rule, record.Headers, func(h kgo.RecordHeader) (string, []byte) { return h.Key, h.Value })
+	if err != nil { // it is parked, under its coordinates
+		id = nil
 	}
-	scope = cmp.Or(value("ce_source"), record.Topic)
-	for _, source := range sources {
-		proven := func(h kgo.RecordHeader) bool { return h.Key != source.Header && strings.HasPrefix(h.Key, source.Proof) }
-		if text = value(source.Header); text != "" && (source.Proof == "" || slices.ContainsFunc(record.Headers, proven)) {
-			return text, scope
-		}
+	source := slices.IndexFunc(record.Headers, func(h kgo.RecordHeader) bool { return h.Key == "ce_source" })
+	if source >= 0 && len(record.Headers[source].Value) > 0 {
+		return string(id), string(record.Headers[source].Value)
 	}
-	return "", scope
+	return string(id), record.Topic
 }
 
 // carried finds the IDs that a record carries by the rules of the consumers.
 func (e *explainer) carried(record *kgo.Record) (texts []string, scope string) {
-	for _, sources := range e.rules {
+	for _, rule := range e.rules {
 		var text string
-		if text, scope = Carried(record, sources); text != "" && !slices.Contains(texts, text) {
+		if text, scope = Carried(record, rule); text != "" && !slices.Contains(texts, text) {
 			texts = append(texts, text)
 		}
 	}

@@ -105,7 +105,7 @@ func (e *explainer) readRules(ctx context.Context) error {
 		if wrong != nil { // of a later release
 			e.out.Problems = append(e.out.Problems, wrong.Error())
 		}
-		e.rules = append(e.rules, rule.Sources())
+		e.rules = append(e.rules, rule)
 	}
 	e.scopes = slices.Compact(e.scopes)
 	return err

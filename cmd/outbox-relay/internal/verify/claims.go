@@ -31,10 +31,10 @@ type position struct {
 type claims struct {
 	next      map[position]int64
 	consumers map[string][]int32
-	rules     map[string]map[string][]dedup.IDSource // by topic and rule
-	aliases   map[string]string                      // what a topic is called in IDs
-	windows   map[string]time.Duration               // the longest; 0: forever
-	waiting   map[string]*pending                    // by topic
+	rules     map[string]map[string]dedup.IDRule // by topic and rule
+	aliases   map[string]string                  // what a topic is called in IDs
+	windows   map[string]time.Duration           // the longest; 0: forever
+	waiting   map[string]*pending                // by topic
 }
 
 type pending struct {
@@ -44,7 +44,7 @@ type pending struct {
 }
 
 func readClaims(ctx context.Context, db operator.Querier, schema, group string) (*claims, error) {
-	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string][]dedup.IDSource{}, aliases: map[string]string{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
+	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string]dedup.IDRule{}, aliases: map[string]string{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
 	var p position
 	var next int64
 	err := operator.Each(ctx, db, fmt.Sprintf("read the positions of group %q", group), schema, positionsSQL, []any{group}, []any{&p.topic, &p.partition, &next}, func() error {
@@ -66,9 +66,9 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 			return err
 		}
 		if !known {
-			c.rules[topic] = map[string][]dedup.IDSource{}
+			c.rules[topic] = map[string]dedup.IDRule{}
 		}
-		c.rules[topic][text] = rule.Sources()
+		c.rules[topic][text] = rule
 		switch {
 		case window == nil:
 			c.windows[topic] = 0
@@ -95,8 +95,8 @@ func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 	}
 	r.before[r.numbers[record.Topic]]++
 	var ids []uuid.UUID
-	for _, sources := range r.claims.rules[record.Topic] {
-		if text, scope := inspect.Carried(record, sources); text != "" {
+	for _, rule := range r.claims.rules[record.Topic] {
+		if text, scope := inspect.Carried(record, rule); text != "" {
 			ids = append(ids, dedup.MessageID(scope, []byte(text)))
 			if alias, isTopic := r.claims.aliases[scope]; isTopic && alias != scope {
 				ids = append(ids, dedup.MessageID(alias, []byte(text)))

@@ -94,20 +94,16 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	if err := t.publisher.dead.remove(ctx, found.Revived, nil); err != nil {
 		return err
 	}
-	if err := t.storeAdopted(ctx, found, rows); err != nil {
+	t.lease.journal = t.journal.last // nothing else stores progress yet
+	if dead := found.verdicts(); len(dead.seqs) > 0 {
+		err = t.storeDead(ctx, dead, t.at, rows, t.journal.last)
+	} else {
+		err = t.progress.store(ctx, t.at, rows, t.journal.last)
+	}
+	if err != nil {
 		return err
 	}
 	return t.checkSequences(ctx) // the check before the lease did not know the numbers that Kafka knows
-}
-
-func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows int64) error {
-	t.progress.storing.Lock()
-	defer t.progress.storing.Unlock()
-	t.lease.journal = t.journal.last
-	if dead := found.verdicts(); len(dead.seqs) > 0 {
-		return t.storeDead(ctx, dead, t.at, rows, t.journal.last)
-	}
-	return t.progress.store(ctx, t.at, rows, t.journal.last)
 }
 
 // publish adds the rows to the transaction. A transaction with dead rows, or with released rows, is
@@ -229,7 +225,7 @@ func (t *toTransactions) afterPage(work, ctx context.Context, full bool) (time.D
 	if left := most - time.Since(t.begun); left > 0 && (full || !t.once) {
 		return left, nil
 	}
-	if t.begun.IsZero() && t.journal.far(ctx, t.client) {
+	if t.begun.IsZero() && time.Since(t.journal.written) > journalEvery {
 		if err := t.open(); err != nil {
 			return 0, err
 		}
@@ -318,10 +314,7 @@ func (t *toTransactions) prepare(ctx context.Context) error {
 	if err = t.answer(ctx, wrote); err != nil && ctx.Err() == nil {
 		return fmt.Errorf("write progress to topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
 	}
-	if err != nil {
-		return err
-	}
-	return nil
+	return err
 }
 
 func (t *toTransactions) commitPrepared(ctx context.Context) error {

@@ -20,11 +20,11 @@ import (
 // transactions whose records they cover.
 type journal struct {
 	*publisher
-	id    string // transactional.id, and key of the records
-	topic string
-	wrote int64     // offset of the last record of the open transaction
-	last  *int64    // offset of this shard's last committed record; nil: none is known
-	asked time.Time // when the topic's end was last requested: see far
+	id      string // transactional.id, and key of the records
+	topic   string
+	wrote   int64     // offset of the last record of the open transaction
+	last    *int64    // offset of this shard's last committed record; nil: none is known
+	written time.Time // when that was committed, or the work began
 }
 
 // entry is a progress record. It is complete in itself: the ticks that it names may be lost in a
@@ -56,7 +56,7 @@ type storedTick struct {
 // newJournal names the journal by what makes two outboxes different, so that relays of several
 // databases can share a Kafka cluster.
 func (p *publisher) newJournal() *journal {
-	return &journal{publisher: p, id: p.transactionalID(p.lease), topic: p.cfg.ProgressTopic}
+	return &journal{publisher: p, id: p.transactionalID(p.lease), topic: p.cfg.ProgressTopic, written: time.Now()}
 }
 
 func (r *Relay) transactionalID(l *lease) string {
@@ -73,7 +73,11 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	if topics.Has(j.topic) {
 		return nil
 	}
-	return j.create(ctx, admin)
+	created, err := admin.CreateTopic(ctx, 1, -1, journalSettings(), j.topic)
+	if err = cmp.Or(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
+		return fmt.Errorf("create progress topic %q: %w %s; create it yourself with one partition and cleanup.policy=compact", j.topic, err, created.ErrMessage)
+	}
+	return nil
 }
 
 // journalSettings let the brokers delete superseded records. The compactor does not touch the
@@ -81,14 +85,11 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 // a record of its own, which stays for delete.retention.ms longer than the other records: with
 // Kafka's default of a day these would be most of the topic.
 func journalSettings() map[string]*string {
-	settings := map[string]*string{}
-	for name, value := range map[string]string{
-		"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0.1", "segment.bytes": fmt.Sprint(JournalSegmentBytes),
-		"segment.ms": fmt.Sprint(JournalSegmentLasts.Milliseconds()), "delete.retention.ms": fmt.Sprint(JournalSegmentLasts.Milliseconds()),
-	} {
-		settings[name] = &value
+	lasts := kadm.StringPtr(fmt.Sprint(JournalSegmentLasts.Milliseconds()))
+	return map[string]*string{
+		"cleanup.policy": kadm.StringPtr("compact"), "min.cleanable.dirty.ratio": kadm.StringPtr("0.1"),
+		"segment.bytes": kadm.StringPtr(fmt.Sprint(JournalSegmentBytes)), "segment.ms": lasts, "delete.retention.ms": lasts,
 	}
-	return settings
 }
 
 // Settings of a progress topic that the relay creates: segment.bytes, and segment.ms and
@@ -97,22 +98,6 @@ const (
 	JournalSegmentBytes = 8 << 20
 	JournalSegmentLasts = 10 * time.Minute
 )
-
-// create creates the topic. Some services refuse settings. The topic then has the settings that
-// they allow, and a takeover still reads only its end.
-func (j *journal) create(ctx context.Context, admin *kadm.Client) error {
-	settings := journalSettings()
-	created, err := admin.CreateTopic(ctx, 1, -1, settings, j.topic)
-	if refusal := cmp.Or(err, created.Err); errors.Is(refusal, kerr.InvalidConfig) || errors.Is(refusal, kerr.PolicyViolation) {
-		j.cfg.Logger.WarnContext(ctx, "the brokers refuse the settings of the progress topic: the relay creates it with cleanup.policy=compact alone",
-			"relay", j.cfg.Name, "topic", j.topic, "error", refusal, "reason", created.ErrMessage)
-		created, err = admin.CreateTopic(ctx, 1, -1, map[string]*string{"cleanup.policy": settings["cleanup.policy"]}, j.topic)
-	}
-	if err = cmp.Or(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
-		return fmt.Errorf("create progress topic %q: %w; create it yourself with one partition and cleanup.policy=compact", j.topic, err)
-	}
-	return nil
-}
 
 func (j *journal) record(l *lease, end cursor, published int64, t *toTransactions) (*kgo.Record, error) {
 	e := entry{
@@ -162,8 +147,7 @@ func (e *entry) verdicts() verdicts {
 // copy has a later epoch, it is from a recovery, a change of the number of shards, or a time
 // without exactly-once.
 func (e *entry) after(l *lease) bool {
-	here := func(a, b any) bool { return a == b }
-	if !here(deref(e.System), deref(l.cluster.system)) {
+	if deref(e.System) != deref(l.cluster.system) {
 		return false
 	}
 	if e.Epoch != l.stored.epoch {
@@ -241,21 +225,12 @@ func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end in
 	}
 }
 
-// A takeover searches a shard's last entry in the last journalTail offsets, then in four times as
-// many before those, and so on. A transaction takes two offsets: its record and its end.
-const (
-	journalTail  = 4096
-	journalGrows = 4
-)
-
 // read returns the last committed entry, or nil. from is the offset of that record according to the
 // database's copy of progress; nil: the copy has none.
 //
-// It reads the topic backwards from its end, in pieces, and stops at the first piece that has an
-// entry of this shard. In the only partition, a later record was committed later, so the last entry
-// of that piece is the last of all. So no entry can be missed, whatever the copy says: the offset
-// only chooses where one piece begins, never where the search ends. If the offset is right, the
-// copy's record or a newer one is in the piece that begins there, and nothing before it is read.
+// It reads the topic from there, and from its beginning if no entry of this shard is behind that. In the
+// only partition, a later record was committed later, so the last entry that it finds is the last of
+// all. So no entry can be missed, whatever the copy says: the offset never chooses where the search ends.
 //
 //   - Epochs: the entries of a later holder are behind those of an earlier one, whose transactions
 //     the later holder has ended.
@@ -264,32 +239,29 @@ const (
 //   - The compactor removed the record at the offset: only because a newer one of the same key is
 //     behind it.
 //   - The topic was created again, was truncated in an unclean election, or is another topic or
-//     another cluster: the offset is beyond the end, or no entry is behind it, and the search goes
-//     back to the beginning.
+//     another cluster: the offset is beyond the end, or no entry is behind it.
 //   - Entries of other shards and relays in the same topic are skipped.
-//   - A transaction that begins before a piece and ends in it counts with its end: brokers send
+//   - A transaction that begins before the offset and ends behind it counts with its end: brokers send
 //     which transactions were aborted.
 func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*entry, error) {
 	begin, end, err := j.extent(ctx, kadm.NewClient(client))
 	if err != nil {
 		return nil, err
 	}
-	for before, length := end, int64(journalTail); before > begin; length *= journalGrows {
-		start := max(begin, before-length)
-		if from != nil && *from > start && *from < before {
-			start = *from
-		}
-		found, err := j.readPiece(ctx, start, before)
-		if err != nil {
+	var last *entry
+	if from != nil && *from > begin && *from < end {
+		if last, err = j.readPiece(ctx, *from, end); err != nil {
 			return nil, err
 		}
-		if found != nil {
-			j.last = &found.offset
-			return found, nil
-		}
-		before = start
+		end = *from
 	}
-	return nil, nil //nolint:nilnil // nothing was committed yet
+	if last == nil {
+		last, err = j.readPiece(ctx, begin, end)
+	}
+	if last != nil {
+		j.last = &last.offset
+	}
+	return last, err
 }
 
 // readPiece returns the last committed entry from one offset up to another. It waits for
@@ -342,7 +314,7 @@ const complaintEvery = 10 * time.Second
 // committed notes that the open transaction was committed.
 func (j *journal) committed() {
 	offset := j.wrote
-	j.last, j.asked = &offset, time.Now()
+	j.last, j.written = &offset, time.Now()
 }
 
 // copied reports whether the database's copy of progress names the last record.
@@ -350,31 +322,6 @@ func (j *journal) copied() bool {
 	return j.last == nil || (j.lease.journal != nil && *j.lease.journal == *j.last)
 }
 
-// A shard without rows writes nothing. Beside a busy shard, the distance of its last record from
-// the end of the topic would grow without a limit, and a takeover has to read back to it. So its
-// holder checks the distance every journalAskEvery, and writes its progress again.
-const (
-	journalFar      = 5 * journalTail
-	journalAskEvery = 30 * time.Second
-)
-
-// far reports whether progress must be written again. If the brokers do not answer, it retries
-// later.
-func (j *journal) far(ctx context.Context, client *kgo.Client) bool {
-	if time.Since(j.asked) < journalAskEvery {
-		return false
-	}
-	j.asked = time.Now()
-	ctx, cancel := context.WithTimeout(ctx, journalAskEvery/10)
-	defer cancel()
-	ends, err := kadm.NewClient(client).ListEndOffsets(ctx, j.topic)
-	end, ok := ends.Lookup(j.topic, 0)
-	if err != nil || !ok || end.Err != nil {
-		return false
-	}
-	last := int64(0)
-	if j.last != nil {
-		last = *j.last
-	}
-	return end.Offset-last > journalFar
-}
+// journalEvery is how often a shard without rows writes its progress again: else, beside a busy shard,
+// its last record would get ever farther from the end of the topic, and a takeover has to read from it.
+const journalEvery = time.Minute

@@ -377,7 +377,7 @@ func (u *logicalCopy) cutOver(t *testing.T, forgotten bool) {
 	u.insert(t, u.to, "after")
 	r := start(t, u.child)
 	if forgotten {
-		_, err := relay.Repair(ctx, u.to, relay.RepairOptions{Who: "ana", Why: "sequences were not copied"})
+		_, err := relay.Repair(ctx, u.to, relay.Operator{Who: "ana", Why: "sequences were not copied"})
 		require.NoError(t, err)
 	}
 	u.writers.seed = 9

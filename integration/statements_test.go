@@ -186,7 +186,7 @@ func TestEachStatementIsAllowed(t *testing.T) {
 		"endpoint":  {"dedup/idempotency/queries.go"},
 		"operator": {
 			"cmd/outbox-relay/internal/doctor/queries.go", "cmd/outbox-relay/internal/held/queries.go", "cmd/outbox-relay/internal/inspect/queries.go", "cmd/outbox-relay/internal/verify/queries.go",
-			"relay/operator_queries.go", "relay/shards_queries.go", "relay/repair_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/replay/replay.go", "cmd/outbox-relay/internal/operator/queries.go", "cmd/outbox-relay/internal/keys/queries.go",
+			"relay/operator_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/replay/replay.go", "cmd/outbox-relay/internal/operator/queries.go", "cmd/outbox-relay/internal/keys/queries.go",
 		},
 	} {
 		pool := p.as(t, part)

@@ -42,14 +42,13 @@ func (r *Relay) checkSequences(ctx context.Context) error {
 	// A lock on these tables must not keep this replica from renewing the leases that it holds.
 	asking, cancel := context.WithTimeoutCause(ctx, r.takeMax(), errNoAnswer)
 	defer cancel()
-	var behind bool
-	err := r.pool.QueryRow(asking, migrations.InSchema(sequenceStateSQL, r.cfg.Schema)).Scan(&behind)
+	state, err := ReadSequences(asking, r.pool, r.cfg.Schema)
 	switch {
 	case hidden(err):
-		return fmt.Errorf(`check the outbox's sequences: %w: the role lacks a right of this release: run "outbox-relay migrate roles --apply" as the owner of the tables, or grant it EXECUTE on the function`, err)
+		return fmt.Errorf(`%w: the role lacks a right of this release: run "outbox-relay migrate roles --apply" as the owner of the tables, or grant it EXECUTE on the function`, err)
 	case err != nil:
-		return fmt.Errorf("check the outbox's sequences: %w", silence(asking, err))
-	case behind:
+		return silence(asking, err)
+	case state.Behind:
 		return ErrSequenceBehind
 	}
 	return nil
@@ -83,12 +82,6 @@ func ReadSequences(ctx context.Context, db interface {
 	return s, nil
 }
 
-// RepairOptions are the options of Repair. Who and Why are stored in operator_actions.
-type RepairOptions struct {
-	Schema   string // default: effectonce
-	Who, Why string
-}
-
 // Repaired is what a repair did.
 type Repaired struct {
 	Repaired   bool  `json:"repaired"` // false: nothing was wrong
@@ -103,9 +96,10 @@ type Repaired struct {
 // are not proven to be published, in their order. Such rows may be published twice; none is lost.
 // All relays take their leases anew. Repair does nothing if no sequence is behind. It waits three
 // seconds for open transactions that write to the outbox, and returns ErrSequenceBusy after that;
-// writers wait during that time. The role must be the owner of the tables or an operator's.
-func Repair(ctx context.Context, pool *pgxpool.Pool, opts RepairOptions) (Repaired, error) {
-	schema, err := migrations.Options{Schema: opts.Schema}.Resolve()
+// writers wait during that time. The role must be the owner of the tables or an operator's. by.Who and
+// by.Why are stored in operator_actions; by.Relay has no effect.
+func Repair(ctx context.Context, pool *pgxpool.Pool, by Operator) (Repaired, error) {
+	by, err := by.resolve()
 	if err != nil {
 		return Repaired{}, err
 	}
@@ -117,12 +111,12 @@ func Repair(ctx context.Context, pool *pgxpool.Pool, opts RepairOptions) (Repair
 			return err
 		}
 		d := &done
-		err := tx.QueryRow(ctx, migrations.InSchema(repairSequencesSQL, schema)).
+		err := tx.QueryRow(ctx, migrations.InSchema(repairSequencesSQL, by.Schema)).
 			Scan(&d.Repaired, &d.SeqBefore, &d.SeqAfter, &d.TickBefore, &d.TickAfter, &d.Renumbered)
 		if err != nil || !d.Repaired {
 			return err
 		}
-		_, err = tx.Exec(ctx, migrations.InSchema(noteRepairSQL, schema), opts.Who, opts.Why, d.SeqBefore, d.SeqAfter, d.TickBefore, d.TickAfter, d.Renumbered)
+		_, err = tx.Exec(ctx, migrations.InSchema(noteRepairSQL, by.Schema), by.Who, by.Why, d.SeqBefore, d.SeqAfter, d.TickBefore, d.TickAfter, d.Renumbered)
 		return err
 	})
 	if pgerr.LockConflict(err) {

@@ -1,5 +1,5 @@
 package relay
 
-// sequenceStateSQL reports whether numbers were assigned twice, or will be.
-const sequenceStateSQL = `-- relay.sequence_state
-SELECT behind FROM effectonce.outbox_sequence_state()`
+// sequencesSQL is run by relays and by operators.
+const sequencesSQL = `-- relay.sequences
+SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state()`

@@ -100,7 +100,7 @@ func repaired(t *testing.T, owner *pgxpool.Pool, refuses *relay.Relay) {
 		_, err := refuses.Drain(t.Context())
 		require.ErrorIs(t, err, relay.ErrSequenceBehind)
 	}
-	done, err := relay.Repair(t.Context(), owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	done, err := relay.Repair(t.Context(), owner, relay.Operator{Who: "ana", Why: "test"})
 	require.NoError(t, err)
 	require.True(t, done.Repaired)
 }
@@ -217,7 +217,7 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	var group sync.WaitGroup
 	for range 4 {
 		group.Go(func() {
-			done, err := relay.Repair(ctx, operator, relay.RepairOptions{Who: "ana", Why: "copy"})
+			done, err := relay.Repair(ctx, operator, relay.Operator{Who: "ana", Why: "copy"})
 			mu.Lock()
 			defer mu.Unlock()
 			if err == nil && done.Repaired {
@@ -331,11 +331,11 @@ func TestRepairWaitsForWriters(t *testing.T) {
 	require.NoError(t, err)
 	_, err = r.Drain(ctx)
 	require.ErrorIs(t, err, relay.ErrSequenceBehind)
-	_, err = relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	_, err = relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
 	require.ErrorIs(t, err, relay.ErrSequenceBusy)
 	repaired := make(chan relay.Repaired, 1)
 	go func() {
-		done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+		done, err := relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
 		assert.NoError(t, err)
 		repaired <- done
 	}()
@@ -363,7 +363,7 @@ func TestRepairEndsLeases(t *testing.T) {
 	before := one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress`)
 	must(t, owner, wentBack["restart identity"])
 	insertAll(t, owner, topic, numbered("after", 3))
-	done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	done, err := relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
 	require.NoError(t, err)
 	require.True(t, done.Repaired)
 	require.Greater(t, one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress_now WHERE owner IS NULL AND lease_until IS NULL AND progress_epoch = epoch`), before)
@@ -416,7 +416,7 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 				want = append(want, after...)
 				// There is nothing to repair where progress was not stored yet, or only in Kafka.
 				testwait.True(t, "all rows are there", func() bool {
-					_, err := relay.Repair(t.Context(), owner, relay.RepairOptions{Who: "ana", Why: "test"})
+					_, err := relay.Repair(t.Context(), owner, relay.Operator{Who: "ana", Why: "test"})
 					require.NoError(t, err)
 					return len(distinctInOrder(values(t, topic))) >= len(want)
 				})
@@ -490,7 +490,7 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 		}
 		return nil
 	})
-	done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	done, err := relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
 	repaired.Store(true)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, done.Renumbered)

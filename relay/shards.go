@@ -46,14 +46,15 @@ func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int1
 		if err != nil || before == shards {
 			return err
 		}
-		if err := refuseRunning(ctx, tx, in(runningSQL), by.Relay); err != nil { // before it makes their renewals wait
-			return err
-		}
 		if _, err := tx.Exec(ctx, in(lockProgressSQL), by.Relay); err != nil {
 			return err
 		}
-		if err := refuseRunning(ctx, tx, in(runningSQL), by.Relay); err != nil {
+		var owners []string
+		if err := tx.QueryRow(ctx, in(runningSQL), by.Relay).Scan(&owners); err != nil {
 			return err
+		}
+		if len(owners) > 0 {
+			return fmt.Errorf("%w (%s)", ErrRelayRuns, strings.Join(owners, ", "))
 		}
 		var old, floor, epoch, published int64
 		var system *int64
@@ -79,16 +80,4 @@ func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int1
 		return before, fmt.Errorf("change the number of shards of relay %q: %w", by.Relay, err)
 	}
 	return before, nil
-}
-
-// refuseRunning returns an error that names the replicas that run.
-func refuseRunning(ctx context.Context, tx pgx.Tx, sql, relay string) error {
-	var owners []string
-	if err := tx.QueryRow(ctx, sql, relay).Scan(&owners); err != nil {
-		return err
-	}
-	if len(owners) > 0 {
-		return fmt.Errorf("%w (%s)", ErrRelayRuns, strings.Join(owners, ", "))
-	}
-	return nil
 }

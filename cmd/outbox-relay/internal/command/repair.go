@@ -45,7 +45,7 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
 				if dryRun {
 					return describeSequences(ctx, pool, s.Schema, asJSON, cmd.OutOrStdout())
 				}
-				return repairSequences(ctx, pool, relay.RepairOptions{Schema: s.Schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
+				return repairSequences(ctx, pool, relay.Operator{Schema: s.Schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -70,7 +70,7 @@ func describeSequences(ctx context.Context, pool *pgxpool.Pool, schema string, a
 	return answer(out, asJSON, state, text, !state.Behind)
 }
 
-func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairOptions, asJSON bool, out io.Writer) error {
+func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.Operator, asJSON bool, out io.Writer) error {
 	done, err := relay.Repair(ctx, pool, opts)
 	switch {
 	case errors.Is(err, relay.ErrSequenceBusy):

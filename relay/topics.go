@@ -12,7 +12,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
-	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -47,9 +46,6 @@ const (
 	// partsAskMin bounds how often rows that request a missing partition make the relay ask Kafka
 	// again.
 	partsAskMin = 100 * time.Millisecond
-	// unclearMax is how long all rows wait for a new topic that Kafka cannot describe yet, mostly
-	// one that is being created. After that only the rows of that topic wait.
-	unclearMax = 2 * time.Second
 	// writeRetryEvery is how often writing is tried to a topic that brokers refused to write to,
 	// although they do not report that in the topic's rights.
 	writeRetryEvery = 10 * time.Second
@@ -59,23 +55,17 @@ func newTopics(r *Relay) *topics {
 	return &topics{Relay: r, known: map[string]topicState{}, given: map[string]int32{}}
 }
 
-// met returns the last answer about a topic.
-func (t *topics) met(name string) (topicState, bool) {
+// get returns the last answer about a topic, and whether it is still valid.
+func (t *topics) get(name string) (s topicState, fresh bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s, ok := t.known[name]
-	return s, ok
-}
-
-// get is met for answers that are still valid.
-func (t *topics) get(name string) (topicState, bool) {
-	s, ok := t.met(name)
-	return s, ok && time.Since(s.asked) < s.fresh
+	s = t.known[name]
+	return s, time.Since(s.asked) < s.fresh
 }
 
 // judge returns why a record of this size cannot be produced now.
 func (t *topics) judge(name string, bytes int) (Reason, error) {
-	s, _ := t.met(name)
+	s, _ := t.get(name)
 	if s.reason == "" && bytes > t.cfg.RecordBytesMax {
 		return ReasonTooLarge, fmt.Errorf("the record has %d bytes, Config.RecordBytesMax of the relay (--record-bytes-max) is %d: raise it, and max.message.bytes of topic %q, and retry the row; or discard the row", bytes, t.cfg.RecordBytesMax, name)
 	}
@@ -171,24 +161,13 @@ func (p *publisher) learnNow(ctx context.Context, names []string) error {
 // ask requests information about topics from the brokers. It waits while no broker answers. A
 // refusal, or an unclear answer, concerns one topic and stops no other.
 func (t *topics) ask(ctx context.Context, client *kgo.Client, names []string) (map[string]topicState, error) {
+	answers, err := askMetadata(ctx, client, names)
+	if err != nil {
+		return nil, fmt.Errorf("ask Kafka for topics %q: %w", names, err)
+	}
 	found := make(map[string]topicState, len(names))
-	left, begun := names, time.Now()
-	for wait := 20 * time.Millisecond; ; wait *= 2 {
-		answers, err := askMetadata(ctx, client, left)
-		if err != nil {
-			return nil, fmt.Errorf("ask Kafka for topics %q: %w", left, err)
-		}
-		var unclear []string
-		for _, name := range left {
-			s, again := t.state(name, answers[name])
-			if found[name] = s; again {
-				unclear = append(unclear, name)
-			}
-		}
-		left = unclear
-		if len(left) == 0 || time.Since(begun)+wait > unclearMax || !pause.For(ctx, wait) {
-			break
-		}
+	for _, name := range names {
+		found[name] = t.state(name, answers[name])
 	}
 	return found, nil
 }
@@ -223,8 +202,8 @@ func askMetadata(ctx context.Context, client *kgo.Client, names []string) (map[s
 	return found, nil
 }
 
-// state interprets an answer. unclear: Kafka cannot describe a new topic now, and may soon.
-func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topicState, unclear bool) {
+// state interprets an answer.
+func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topicState) {
 	s = topicState{fresh: topicMaxAge}
 	var err error = kerr.UnknownTopicOrPartition
 	if answer != nil {
@@ -240,20 +219,19 @@ func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topic
 	case errors.Is(err, kerr.UnknownTopicOrPartition), errors.Is(err, kerr.UnknownTopicID), errors.Is(err, kerr.InvalidTopicException):
 		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published automatically (brokers create no topic by themselves for the relay, unless its options have kgo.AllowAutoTopicCreation)", name)
 	default:
-		known, met := t.met(name)
-		if met && known.reason == "" {
+		known, _ := t.get(name)
+		if !known.asked.IsZero() && known.reason == "" {
 			known.fresh = unclearAge // the client has its partitions
-			return known, false
+			return known
 		}
 		// In outbox_dead the rows keep their order and are published automatically. In the client
 		// they would fill the in-flight limit, and every topic would wait.
 		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("the brokers cannot say now whether topic %q exists: the row is published automatically when it does: %w", name, err)
-		unclear = !met
 	}
 	if s.reason != "" {
 		s.fresh = missingAge
 	}
-	return s, unclear
+	return s
 }
 
 // The bits of authorized operations in a metadata answer.

@@ -156,7 +156,7 @@ CREATE TABLE effectonce.outbox_replicas (
   owner       text        NOT NULL,
   alive_until timestamptz NOT NULL,
   obeys       uuid[],
-  state       text        CONSTRAINT outbox_replicas_state_is_unknown CHECK (state IN ('publishing', 'standing_by', 'kafka_away', 'sink_away', 'stuck')),
+  state       text        CONSTRAINT outbox_replicas_state_is_unknown CHECK (state IN ('publishing', 'standing_by', 'kafka_away', 'stuck')),
   problem     text        CONSTRAINT outbox_replicas_problem_is_too_long CHECK (octet_length(problem) <= 2048),
   CONSTRAINT outbox_replicas_pkey PRIMARY KEY (relay, owner),
   CONSTRAINT outbox_replicas_owner_is_too_long CHECK (octet_length(owner) BETWEEN 1 AND 255)

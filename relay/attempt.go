@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -124,11 +125,7 @@ func (a *attempt) upTo(r *row) cursor {
 	if a.released {
 		return cursor{}
 	}
-	c := cursor{from: a.from.from, to: a.end.to, seq: r.seq, floor: a.from.floor}
-	if c.to == nil {
-		c.to = a.end.from
-	}
-	return c
+	return cursor{from: a.from.from, to: cmp.Or(a.end.to, a.end.from), seq: r.seq, floor: a.from.floor}
 }
 
 // try makes an attempt of a page of the outbox that was read at one cursor and ends at another.
@@ -195,7 +192,7 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 	if err != nil {
 		return nil, ReasonBadHeaders, err
 	}
-	if p.lease.obeys.set.Load().has(r.topic) {
+	if p.lease.obeys.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused
 	}
 	if to.none {

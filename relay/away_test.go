@@ -187,60 +187,9 @@ func TestReplicaThatIsCutOffYields(t *testing.T) {
 	})
 }
 
-// checkedSink is a sink that can be asked.
-type checkedSink struct {
-	receiver
-	away atomic.Bool
-}
-
-func (s *checkedSink) Check(context.Context) error {
-	if s.away.Load() {
-		return errors.New("receiver is away")
-	}
-	return nil
-}
-
-func newCheckedSink() *checkedSink {
-	s := &checkedSink{}
-	s.answer = func(_ context.Context, messages []relay.Message) (int, error) {
-		if s.away.Load() {
-			return 0, errors.New("receiver is away")
-		}
-		return len(messages), nil
-	}
-	return s
-}
-
-// Property: a replica whose receiver does not answer leaves its shards to one whose receiver does, if
-// the sink is a Checker. While none does, the shard does not go around. Row O45 of guarantees.md.
-func TestReceiverOutageIsWaitedOut(t *testing.T) {
-	longtest.Only(t, "leases of real seconds")
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	sinks := map[string]*checkedSink{"a": newCheckedSink(), "b": newCheckedSink()}
-	for _, owner := range []string{"a", "b"} {
-		starts(t, newSinkRelay(t, pool, sinks[owner], relay.Config{Owner: owner, Lease: 3 * time.Second}))
-	}
-	insert(t, pool, "a", "k", "0")
-	received := func() int { return len(distinctInOrder(append(sinks["a"].all(), sinks["b"].all()...))) }
-	testwait.True(t, "a publishes", func() bool { return received() == 1 && strings.HasPrefix(holder(t, pool), "a ") })
-	sinks["a"].away.Store(true)
-	sinks["b"].away.Store(true)
-	insert(t, pool, "a", "k", "1")
-	testwait.True(t, "both say what they wait for", func() bool { return describe(t, pool) == "a sink_away, b sink_away" })
-	_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
-	require.NoError(t, err)
-	require.Empty(t, holder(t, pool))
-	sinks["b"].away.Store(false)
-	testwait.True(t, "the other publishes", func() bool { return received() == 2 && strings.HasPrefix(holder(t, pool), "b ") })
-	sinks["a"].away.Store(false)
-	insert(t, pool, "a", "k", "2")
-	testwait.True(t, "all is published", func() bool { return received() == 3 })
-}
-
-// Property: a replica with a Sink that cannot be asked takes its shard again and again while its
+// Property: a replica with a Sink takes its shard again and again while its
 // receiver is away, and no other one does, however many there are; it says why its rows wait.
-func TestSinkWithoutCheckTriesAgain(t *testing.T) {
+func TestSinkTriesAgain(t *testing.T) {
 	longtest.Only(t, "leases of real seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)

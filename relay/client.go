@@ -120,4 +120,4 @@ func (t *topics) fits(name string, bytes int) bool {
 }
 
 // errLimitsChanged requests a new client: batch sizes are fixed when a client first meets a topic.
-var errLimitsChanged = errors.New("a record is larger than the batches of its topic: starting over with a new client")
+var errLimitsChanged = &refused{errors.New("a record is larger than the batches of its topic: starting over with a new client")}

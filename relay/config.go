@@ -124,8 +124,7 @@ type Hooks struct {
 	Lease func(shard int16, held bool)
 	// Heartbeat is called at each turn of the relay's loops, at least every few leases. It is also
 	// called while no rows wait, and while the database or the brokers are unavailable. A relay
-	// that makes no turn is stuck. A relay whose Sink continues although its context ended is stuck
-	// too: Heartbeat is not called until that call returns.
+	// that makes no turn is stuck, and so is one with a shard that hangs: see Hung.
 	Heartbeat func()
 	// TruncateWaits is called when published rows cannot be removed because a lock is held on their
 	// slot of the outbox. It is called at each attempt with how long that has lasted; 0 means that

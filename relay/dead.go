@@ -61,7 +61,7 @@ type deadRows struct {
 // turn publishes more dead rows than a page has added behind them, so releasing finishes.
 func (p *publisher) release(work, ctx context.Context) error {
 	d := p.dead
-	if !d.releasing && !d.look.takeFound() {
+	if !d.releasing && !d.look.found.Swap(false) {
 		return nil
 	}
 	begun, want := time.Now(), 2*d.deadAdded
@@ -294,7 +294,7 @@ func (p *publisher) moveToDead(ctx context.Context, dead []deadRow, end cursor) 
 // that lost its shard adds no dead rows, because of the chain. The worker's goroutine calls this,
 // which also notes what a poll saw: that is before this transaction has an id, as seqSafe needs.
 func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, rows int64, journal *int64) error {
-	var done advanced
+	var seq int64
 	err := p.transact(ctx, func(tx pgx.Tx) (err error) {
 		if _, err := tx.Exec(ctx, p.sql.of(deadSettingsSQL), p.lease.cluster.run); err != nil {
 			return err
@@ -302,13 +302,13 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 		if _, err := tx.Exec(ctx, p.sql.of(moveToDeadSQL), p.cfg.Name, dead.seqs, dead.reasons, dead.errs, dead.waits, dead.state); err != nil {
 			return err
 		}
-		done, err = p.progress.insert(ctx, tx, end, rows, journal)
+		seq, err = p.progress.insert(ctx, tx, end, rows, journal)
 		return err
 	})
 	if err != nil {
 		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead.seqs), err)
 	}
-	p.progress.committed(done)
+	p.progress.committed(end, rows, seq)
 	return nil
 }
 
@@ -340,8 +340,8 @@ func (v *verdicts) add(seq int64, reason Reason, err, waitsFor string) {
 	v.seqs, v.reasons, v.errs, v.waits = append(v.seqs, seq), append(v.reasons, string(reason)), append(v.errs, err), append(v.waits, waitsFor)
 }
 
-func columns(dead []deadRow) verdicts {
-	v := verdicts{state: "held"}
+func columns(dead []deadRow) (v verdicts) {
+	v.state = "held"
 	for _, d := range dead {
 		v.add(d.row.seq, d.reason, d.err, d.waitsFor)
 	}

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -19,6 +20,7 @@ import (
 // worker publishes those, and only the worker adds dead rows.
 type deadLook struct {
 	*publisher
+	found atomic.Bool // something may leave
 
 	// For topics; used only by the goroutine that polls.
 	looked bool
@@ -30,7 +32,6 @@ type deadLook struct {
 	mu       sync.Mutex
 	withDead map[string]bool // topics that may have dead rows; replaced, never changed
 	moves    int             // how often rows became dead
-	found    bool            // something may leave
 }
 
 // wait is a topic that rows wait for, and why: name is the one in Kafka.
@@ -72,7 +73,7 @@ func (l *deadLook) begin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	l.setFound(len(l.topicsNow()) > 0)
+	l.found.Store(len(l.topicsNow()) > 0)
 	return nil
 }
 
@@ -111,7 +112,7 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 		return err
 	}, l.sql.of(releasedSQL), l.cfg.Name, l.lease.shards, l.lease.shard, l.cfg.SkipDead)
 	if found {
-		l.setFound(true)
+		l.found.Store(true)
 	}
 	return time.Since(begun), err
 }
@@ -127,7 +128,7 @@ func (l *deadLook) handBack(ctx context.Context) (more bool, err error) {
 			return err
 		}, l.sql.of(retryTopicSQL), l.cfg.Name, w.topic, w.reason, w.name, handBackMax, l.lease.shards, l.lease.shard)
 		if n > 0 {
-			l.setFound(true)
+			l.found.Store(true)
 		}
 		more = more || n == handBackMax
 	}
@@ -143,7 +144,7 @@ func (l *deadLook) handBack(ctx context.Context) (more bool, err error) {
 
 // changed reports whether rows became dead, or topics were paused or resumed, since the last call.
 func (l *deadLook) changed() bool {
-	paused := l.lease.obeys.set.Load()
+	paused := l.lease.obeys.Load()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	changed := l.moves != l.seen || paused != l.paused
@@ -186,7 +187,7 @@ func (l *deadLook) ready(ctx context.Context) (over []wait, err error) {
 	if err != nil {
 		return nil, err
 	}
-	paused := l.lease.obeys.set.Load()
+	paused := l.lease.obeys.Load()
 	waits = slices.DeleteFunc(waits, func(w wait) bool { return paused.has(w.topic) })
 	elsewhere := func(w wait) bool {
 		return w.reason == ReasonPaused || l.cfg.Sink != nil || l.cfg.Topic != nil && !l.looked || l.cfg.Topic == nil && w.name != l.cfg.TopicPrefix+w.topic
@@ -226,19 +227,4 @@ func (l *deadLook) moved(rows []deadRow) {
 		dead[r.row.topic] = true
 	}
 	l.withDead = dead
-}
-
-func (l *deadLook) setFound(found bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.found = found
-}
-
-// takeFound reports whether rows may leave.
-func (l *deadLook) takeFound() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	found := l.found
-	l.found = false
-	return found
 }

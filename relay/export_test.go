@@ -97,7 +97,7 @@ func (r *Relay) FetchesElsewhere(ctx context.Context) error {
 		return err
 	}
 	l.cluster.run = "another run"
-	_, _, err = newPublisher(r, l).reader.fetch(ctx, l.cursor, 10)
+	err = newPublisher(r, l).reader.fetch(ctx, l.cursor, 10).err
 	r.giveBack(ctx, l)
 	return err
 }

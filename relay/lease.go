@@ -41,8 +41,9 @@ type lease struct {
 	// from before the statement that took or renewed the lease, and ends a tenth early, so it ends
 	// before the database's lease does. A process that was frozen finds it expired when it resumes.
 	trusted atomic.Pointer[time.Time]
-	// obeys belongs to the worker that publishes under this lease.
-	obeys obedience
+	// obeys is the pauses that the worker obeys: everything that it has in flight was sorted under this
+	// set. Only the worker's own goroutine, the one that sorts pages, stores it.
+	obeys atomic.Pointer[pausedSet]
 }
 
 // progressed is the epoch under which progress was stored last, and how many rows it covers.
@@ -171,15 +172,11 @@ func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, 
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()
-	if l.cursor.from, err = r.loadTick(ctx, l.cluster.run, from); err != nil {
-		return silence(ctx, err)
+	l.cursor.from, err = r.loadTick(ctx, l.cluster.run, from)
+	if err == nil && to != nil {
+		l.cursor.to, err = r.loadTick(ctx, l.cluster.run, *to)
 	}
-	if to != nil {
-		if l.cursor.to, err = r.loadTick(ctx, l.cluster.run, *to); err != nil {
-			return silence(ctx, err)
-		}
-	}
-	return nil
+	return silence(ctx, err)
 }
 
 // takeMax bounds a statement that is part of taking a lease.

@@ -21,13 +21,10 @@ import (
 // worker.
 type member struct {
 	*Relay
-	workers   map[int16]*worker
-	troubles  map[int16]*trouble // of shards, until the work on them succeeds
-	pruned    time.Time          // when old ticks were last removed
-	tidied    time.Time          // when slots were last checked
-	confirmed []string           // the pauses that are stored as obeyed
-	stuck     int                // workers that hang
-	behind    string             // the replicas that publish instead, as logged last
+	workers  map[int16]*worker
+	troubles map[int16]*trouble // of shards, until the work on them succeeds
+	pruned   time.Time          // when old ticks were last removed
+	tidied   time.Time          // when slots were last checked
 
 	replaced       bool // other replicas share all shards
 	unacknowledged bool // a worker waits for acknowledgements
@@ -68,19 +65,13 @@ func (w *worker) end() {
 	w.stop()
 }
 
-func newMember(r *Relay) *member {
-	return &member{Relay: r, workers: map[int16]*worker{}, troubles: map[int16]*trouble{}}
-}
-
 // standing is the state of the relay in the database, on the database's clock.
 type standing struct {
 	shards  int16
 	others  []string // live replicas
 	states  []string // of these
-	holders []string // owners of the shards that are not free
 	free    []int16
 	renewed []int16
-	obeyed  []string // the pauses that this beat stored as obeyed
 }
 
 // participate takes part until ctx ends.
@@ -98,9 +89,6 @@ func (m *member) participate(ctx context.Context) error {
 		m.describe("stopped", nil, nil)
 		m.leave(ctx, true)
 	}()
-	if err := m.enroll(ctx); err != nil {
-		return err
-	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
@@ -127,9 +115,6 @@ func (m *member) participate(ctx context.Context) error {
 // beatEvery is how often a member beats. A member without work takes over a shard soon. A member
 // with work renews its leases, and no other replica has a reason to check.
 func (m *member) beatEvery() time.Duration {
-	if m.pausing() {
-		return 50 * time.Millisecond
-	}
 	every := min(max(m.cfg.Lease/4, 100*time.Millisecond), 2500*time.Millisecond)
 	if len(m.workers) == 0 {
 		every = min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
@@ -140,23 +125,6 @@ func (m *member) beatEvery() time.Duration {
 		}
 	}
 	return every
-}
-
-func (m *member) enroll(ctx context.Context) error {
-	for trouble := 1; ; trouble++ {
-		asking, cancel := m.brief(ctx)
-		_, err := m.pool.Exec(asking, m.sql.of(enrollSQL), m.cfg.Name, m.cfg.Shards)
-		cancel()
-		if err == nil || ctx.Err() != nil {
-			return nil //nolint:nilerr // a clean stop
-		}
-		if !unreachable(err) && !errors.Is(err, context.DeadlineExceeded) {
-			return fmt.Errorf("register relay: %w", err)
-		}
-		wait := backoff(trouble)
-		m.interrupted(ctx, err, wait)
-		pause.For(ctx, wait)
-	}
 }
 
 // step reads the state in the database once and acts on it.
@@ -175,10 +143,9 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	}
 	m.describe(how.state, how.why, shards)
 	m.say.over(ctx, silentDatabase, "the database answers again", "relay", m.cfg.Name)
-	m.confirmed = s.obeyed
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
-			w.publisher.lose(errLeaseLost)
+			w.publisher.flight.makeVoid(errLeaseLost)
 		}
 		if w.hung && !w.gone && !w.lease.held() { // the worker cannot report it
 			w.gone = true
@@ -186,9 +153,14 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 		}
 	}
 	if s.shards == 0 {
-		return m.enroll(ctx) // the relay was deleted
+		if err := m.enroll(ctx); err != nil && !unreachable(err) { // the relay was deleted
+			return err
+		}
+		return nil
 	}
-	m.standBy(ctx, s)
+	if len(m.workers) == 0 && len(s.free) == 0 && !m.isAway() {
+		clear(m.troubles) // others publish
+	}
 	sharing := s.sharing(m.cfg.Owner, how.state)
 	m.replaced = !slices.Contains(sharing, m.cfg.Owner)
 	quota := s.quota(m.cfg.Owner, sharing)
@@ -220,7 +192,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 		problem = &text
 	}
 	asked := time.Now()
-	s := &standing{obeyed: how.obeyed}
+	s := &standing{}
 	rows, err := r.pool.Query(ctx, r.sql.of(beatSQL), r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, how.state, problem)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
@@ -228,12 +200,9 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	var shard int16
 	var free, renewed bool
 	var paused, pauses []string
-	var holder string
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.others, &s.states, &shard, &holder, &free, &renewed, &paused, &pauses}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.others, &s.states, &shard, &free, &renewed, &paused, &pauses}, func() error {
 		if free {
 			s.free = append(s.free, shard)
-		} else {
-			s.holders = append(s.holders, holder)
 		}
 		if renewed {
 			s.renewed = append(s.renewed, shard)
@@ -347,7 +316,7 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 	}
 	var batch *refused
 	worked := w.publisher.worked.Load()
-	soon := errors.Is(w.err, errLimitsChanged) || errors.As(w.err, &batch)
+	soon := errors.As(w.err, &batch)
 	if soon { // also where other rows are acknowledged each time
 		worked = w.lease.n > w.first
 	}
@@ -401,7 +370,7 @@ func (m *member) back(ctx context.Context, shard int16, err error) {
 		m.interrupted(ctx, err, wait)
 		return
 	}
-	t.away, t.silent = err, m.canReach()
+	t.away, t.silent = err, m.cfg.Sink == nil
 	m.sayAway(ctx)
 	if m.cfg.Hooks.Interrupted != nil {
 		m.cfg.Hooks.Interrupted(err)

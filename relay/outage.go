@@ -15,18 +15,9 @@ import (
 
 // The brokers, or the receiver of a Sink, may take no rows while the database answers. The worker of
 // a shard then ends as after any error: it stores what is acknowledged and releases its lease. The
-// replica reports that it is away. It takes no shard while there are replicas that are not away, and
-// when it has none it takes one again only after the brokers, or the receiver, answered.
-
-// Checker is a Sink that can report whether its receiver answers. A replica whose receiver does not
-// answer leaves its shards to a replica whose receiver does. Without Check a replica takes its shards
-// again, after a pause of at most 5 s, until the receiver takes rows.
-type Checker interface {
-	Sink
-	// Check makes a cheap request to the receiver, and returns an error if no answer came. ctx ends
-	// after half a Lease, 2 s at least and 10 s at most. Check is called at the same time as Publish.
-	Check(ctx context.Context) error
-}
+// replica reports that it is away, and takes its shards again after a pause of at most 5 s. With Kafka
+// it takes no shard while there are replicas that are not away, and when it has none it takes one
+// again only after the brokers answered. The receiver of a Sink cannot be asked.
 
 // outletError marks errors of the brokers or of a sink, including timeouts. Without the mark they
 // look the same as errors of database connections.
@@ -66,17 +57,11 @@ func (p *publisher) asking(ctx context.Context) (context.Context, context.Cancel
 	return ctx, func() { cancel(); answered() }
 }
 
-// unacknowledgedMax is how long rows may be unacknowledged, or a request unanswered, before the
-// replica reports that it waits for the brokers.
-func (c *Config) unacknowledgedMax() time.Duration {
-	return min(max(c.Lease/2, time.Second), 10*time.Second)
-}
-
 // listen ends the work if the brokers acknowledge nothing for long and no longer answer other
 // requests. Brokers that are only slow are waited for: to start over would hand them the same rows.
 func (p *publisher) listen(ctx context.Context) error {
-	for p.cfg.Sink == nil && pause.For(ctx, p.cfg.checkMax()) {
-		if p.flight.unacknowledged() <= p.cfg.unacknowledgedMax() {
+	for p.cfg.Sink == nil && pause.For(ctx, p.cfg.answerMax()) {
+		if p.flight.unacknowledged() <= p.cfg.answerMax() {
 			continue
 		}
 		if err := p.reach(ctx, true); err != nil && ctx.Err() == nil {
@@ -86,25 +71,17 @@ func (p *publisher) listen(ctx context.Context) error {
 	return nil
 }
 
-// checkMax bounds reach.
-func (c *Config) checkMax() time.Duration {
+// answerMax bounds reach, and how long rows may be unacknowledged, or a request unanswered, before the
+// replica reports that it waits for the brokers.
+func (c *Config) answerMax() time.Duration {
 	return min(max(c.Lease/2, 2*time.Second), 10*time.Second)
 }
 
-// canReach reports whether reach asks anything.
-func (r *Relay) canReach() bool {
-	_, can := r.cfg.Sink.(Checker)
-	return r.cfg.Sink == nil || can
-}
-
-// reach asks the receiver of a Checker, or a broker, for an answer that needs no rights. With all it asks
-// each broker of the cluster: a replica that reaches some may not reach the leaders of its partitions.
+// reach asks a broker for an answer that needs no rights. With all it asks each broker of the cluster: a
+// replica that reaches some may not reach the leaders of its partitions.
 func (r *Relay) reach(ctx context.Context, all bool) error {
-	ctx, cancel := context.WithTimeout(ctx, r.cfg.checkMax())
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.answerMax())
 	defer cancel()
-	if checker, ok := r.cfg.Sink.(Checker); ok {
-		return checker.Check(ctx)
-	}
 	client, err := r.newClient(nil)
 	if err != nil {
 		return err
@@ -128,8 +105,7 @@ func (r *Relay) reach(ctx context.Context, all bool) error {
 	return nil
 }
 
-// comesBack asks, in a replica that is away and has no shard, whether the brokers or the receiver
-// answer again.
+// comesBack asks, in a replica that is away and has no shard, whether the brokers answer again.
 func (m *member) comesBack(ctx context.Context) {
 	if !m.isAway() || len(m.workers) > 0 {
 		return
@@ -148,7 +124,7 @@ func (m *member) comesBack(ctx context.Context) {
 	}
 }
 
-// isAway reports whether the brokers or the receiver may not answer this replica.
+// isAway reports whether the brokers may not answer this replica.
 func (m *member) isAway() bool {
 	for _, t := range m.troubles {
 		if t.away != nil && t.silent {
@@ -195,7 +171,6 @@ const (
 	statePublishing = "publishing"
 	stateStandingBy = "standing_by"
 	stateKafkaAway  = "kafka_away"
-	stateSinkAway   = "sink_away"
 	stateStuck      = "stuck"
 )
 
@@ -213,7 +188,7 @@ func (r *Relay) publishing(leases ...*lease) report {
 
 // report covers all workers: a worker that hangs may still publish, so it counts when the replica
 // confirms pauses. A replica is away only if another one may be better off: not because of brokers
-// that are slow, or a sink that cannot be asked.
+// that are slow, or of a sink.
 func (m *member) report() report {
 	var leases []*lease
 	for _, w := range m.workers {
@@ -221,14 +196,12 @@ func (m *member) report() report {
 	}
 	how := m.publishing(leases...)
 	how.why = m.problem()
-	switch {
-	case m.stuck > 0:
-		how.why = fmt.Errorf("%d shards make no progress: see the log of the replica, and restart it", m.stuck)
+	switch hung := m.hung.Load(); {
+	case hung > 0:
+		how.why = fmt.Errorf("%d shards make no progress: see the log of the replica, and restart it", hung)
 		how.state = stateStuck
-	case m.isAway() && m.cfg.Sink == nil:
-		how.state = stateKafkaAway
 	case m.isAway():
-		how.state = stateSinkAway
+		how.state = stateKafkaAway
 	case len(m.workers) == 0:
 		how.state = stateStandingBy
 	}
@@ -242,7 +215,7 @@ func (s *standing) sharing(self, state string) (owners []string) {
 	for i, owner := range s.others {
 		replicas[owner] = s.states[i]
 	}
-	for _, unfit := range [][]string{{stateStuck, stateKafkaAway, stateSinkAway}, {stateStuck}, nil} {
+	for _, unfit := range [][]string{{stateStuck, stateKafkaAway}, {stateStuck}, nil} {
 		for owner, state := range replicas {
 			if !slices.Contains(unfit, state) {
 				owners = append(owners, owner)
@@ -268,21 +241,4 @@ func (s *standing) quota(owner string, sharing []string) int {
 		each++
 	}
 	return each
-}
-
-// standBy logs once which replicas publish instead of this one.
-func (m *member) standBy(ctx context.Context, s *standing) {
-	by := ""
-	if len(m.workers) == 0 && len(s.free) == 0 {
-		holders := slices.Clone(s.holders)
-		slices.Sort(holders)
-		by = fmt.Sprint(slices.Compact(holders))
-	}
-	if by != "" && !m.isAway() {
-		clear(m.troubles) // others publish
-	}
-	if by != m.behind && by != "" {
-		m.cfg.Logger.InfoContext(ctx, "standing by: other replicas publish, this one takes over if they cannot", "relay", m.cfg.Name, "owner", m.cfg.Owner, "published_by", by)
-	}
-	m.behind = by
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -49,8 +48,8 @@ type PausedTopic struct {
 // topics that were not paused before.
 //
 // It stores the pauses, and waits until they hold: every live replica of the relay has confirmed
-// that each row that it read before them is acknowledged by Kafka, or waits. That takes up to a
-// quarter of the relay's Lease, 2.5 s at most. It takes longer while Kafka does not acknowledge, or
+// that each row that it read before them is acknowledged by Kafka, or waits. That takes up to half
+// of the relay's Lease, 5 s at most. It takes longer while Kafka does not acknowledge, or
 // if a replica died (until its lease is over). It does not wait for a topic that was resumed
 // meanwhile. If they do not hold within wait, or ctx ends, it returns an UnconfirmedError; a wait of
 // 0 only stores them. One limit: a broker that hangs, and answers after the relay has given up its
@@ -112,10 +111,7 @@ func changePaused(ctx context.Context, pool *pgxpool.Pool, sql string, by Operat
 	if err = errors.Join(err, checkTopics(topics)); err != nil {
 		return nil, err
 	}
-	rows, err := pool.Query(ctx, migrations.InSchema(sql, by.Schema), by.Relay, topics, by.Who, by.Why)
-	if err != nil {
-		return nil, err
-	}
+	rows, _ := pool.Query(ctx, migrations.InSchema(sql, by.Schema), by.Relay, topics, by.Who, by.Why)
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
@@ -138,10 +134,7 @@ func WithoutRows(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ..
 	if err != nil {
 		return nil, err
 	}
-	rows, err := pool.Query(ctx, migrations.InSchema(withoutRowsSQL, of.Schema), of.Relay, topics)
-	if err != nil {
-		return nil, fmt.Errorf("look for rows of the topics: %w", err)
-	}
+	rows, _ := pool.Query(ctx, migrations.InSchema(withoutRowsSQL, of.Schema), of.Relay, topics)
 	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	if err != nil {
 		return nil, fmt.Errorf("look for rows of the topics: %w", err)
@@ -155,10 +148,7 @@ func PausedTopics(ctx context.Context, pool *pgxpool.Pool, of Operator) ([]Pause
 	if err != nil {
 		return nil, err
 	}
-	rows, err := pool.Query(ctx, migrations.InSchema(pausedSQL, of.Schema), of.Relay)
-	if err != nil {
-		return nil, err
-	}
+	rows, _ := pool.Query(ctx, migrations.InSchema(pausedSQL, of.Schema), of.Relay)
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[PausedTopic])
 }
 
@@ -167,7 +157,6 @@ func PausedTopics(ctx context.Context, pool *pgxpool.Pool, of Operator) ([]Pause
 type pausedSet struct {
 	topics []string
 	ids    []string // of the pauses, in order; see outbox_paused
-	found  time.Time
 }
 
 func (s *pausedSet) has(topic string) bool { return s != nil && slices.Contains(s.topics, topic) }
@@ -177,26 +166,22 @@ func (r *Relay) pausesFound(topics, ids []string) {
 	if known := r.paused.Load(); known != nil && slices.Equal(known.ids, ids) {
 		return
 	}
-	r.paused.Store(&pausedSet{topics: topics, ids: ids, found: time.Now()})
+	r.paused.Store(&pausedSet{topics: topics, ids: ids})
 	r.wake.call()
 }
-
-// obedience is the pauses that a worker obeys: everything that it has in flight was sorted under
-// this set. Only the worker's own goroutine, the one that sorts pages, stores it.
-type obedience struct{ set atomic.Pointer[pausedSet] }
 
 // followPauses adopts the pauses that the relay knows, once nothing that was sorted under the
 // earlier ones is in flight or in a transaction. It runs before anything is sorted, and costs two
 // loads while nothing changed.
 func (p *publisher) followPauses(work, ctx context.Context) error {
 	now := p.paused.Load()
-	if p.lease.obeys.set.Load() == now {
+	if p.lease.obeys.Load() == now {
 		return nil
 	}
 	if err := p.target.finish(work, ctx); err != nil {
 		return err
 	}
-	p.lease.obeys.set.Store(now)
+	p.lease.obeys.Store(now)
 	return nil
 }
 
@@ -209,7 +194,7 @@ func (r *Relay) obeyed(leases []*lease) []string {
 	}
 	for _, id := range known.ids {
 		if !slices.ContainsFunc(leases, func(l *lease) bool {
-			set := l.obeys.set.Load()
+			set := l.obeys.Load()
 			return set == nil || !slices.Contains(set.ids, id)
 		}) {
 			ids = append(ids, id)
@@ -217,13 +202,3 @@ func (r *Relay) obeyed(leases []*lease) []string {
 	}
 	return ids
 }
-
-// pausing is true while an operator waits for pauses to be stored as obeyed, so the next step comes
-// soon. A worker that waits longer for Kafka follows when it can; a regular step finds it.
-func (m *member) pausing() bool {
-	known := m.paused.Load()
-	return known != nil && time.Since(known.found) < followMax && !slices.Equal(known.ids, m.confirmed)
-}
-
-// followMax is how long a member polls often for workers that are about to follow.
-const followMax = 5 * time.Second

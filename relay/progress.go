@@ -99,24 +99,16 @@ func newProgress(r *Relay, l *lease) *progress {
 	return p
 }
 
-// advanced is a write of progress that is not known to be committed yet.
-type advanced struct {
-	at   cursor
-	rows int64
-	seq  int64
-}
-
 // store writes progress in a statement of its own. The caller holds storing.
 func (p *progress) store(ctx context.Context, end cursor, rows int64, journal *int64) error {
 	if err := p.ticks(ctx, end); err != nil {
 		return err
 	}
-	a, err := p.insert(ctx, p.pool, end, rows, journal)
-	if err != nil {
-		return err
+	seq, err := p.insert(ctx, p.pool, end, rows, journal)
+	if err == nil {
+		p.committed(end, rows, seq)
 	}
-	p.committed(a)
-	return nil
+	return err
 }
 
 // ticks makes sure that the ticks of a cursor have numbers. It stores them outside of a
@@ -125,10 +117,10 @@ func (p *progress) ticks(ctx context.Context, end cursor) error {
 	return errors.Join(p.storeTick(ctx, p.pool, end.from), p.storeTick(ctx, p.pool, end.to))
 }
 
-// insert adds the next row of the chain. If db is a transaction, the caller calls committed after
-// its commit.
-func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) (advanced, error) {
-	a := advanced{at: end, rows: rows, seq: p.seqRead.Load()}
+// insert adds the next row of the chain, and returns what the last poll saw. If db is a transaction, the
+// caller calls committed after its commit.
+func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) (seq int64, err error) {
+	seq = p.seqRead.Load()
 	var to *int64
 	var token *string
 	if end.to != nil {
@@ -138,22 +130,22 @@ func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64
 		end.from.id, to, end.seq, end.floor, p.lease.stored.published+rows, journal, end.from.token, token)
 	switch {
 	case pgerr.Is(err, pgerr.UniqueViolation):
-		return a, errLeaseLost
+		return 0, errLeaseLost
 	case err != nil:
-		return a, fmt.Errorf("store progress: %w", err)
+		return 0, fmt.Errorf("store progress: %w", err)
 	case tag.RowsAffected() == 0:
-		return a, errAnotherRun
+		return 0, errAnotherRun
 	}
-	return a, nil
+	return seq, nil
 }
 
-func (p *progress) committed(a advanced) {
+func (p *progress) committed(end cursor, rows, seq int64) {
 	p.lease.n++
-	p.lease.cursor, p.lease.stored = a.at, progressed{epoch: p.lease.epoch, published: p.lease.stored.published + a.rows}
-	p.seqSafe.Store(a.seq)
-	p.rows += a.rows
-	if p.cfg.Hooks.Published != nil && a.rows > 0 {
-		p.cfg.Hooks.Published(a.rows)
+	p.lease.cursor, p.lease.stored = end, progressed{epoch: p.lease.epoch, published: p.lease.stored.published + rows}
+	p.seqSafe.Store(seq)
+	p.rows += rows
+	if p.cfg.Hooks.Published != nil && rows > 0 {
+		p.cfg.Hooks.Published(rows)
 	}
 }
 
@@ -249,9 +241,4 @@ func (r *Relay) transact(ctx context.Context, fn func(pgx.Tx) error) error {
 		}
 		return fn(tx)
 	})
-}
-
-// brief is the context of what a member does between two renewals of its leases.
-func (m *member) brief(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(ctx, m.cfg.Lease)
 }

@@ -27,10 +27,9 @@ type publisher struct {
 	topics   *topics
 	client   *kgo.Client // nil with a sink
 	target   target
-	once     bool       // end as soon as no row waits
-	lost     chan error // the member reports that the lease is lost
+	once     bool // end as soon as no row waits
 	patience time.Duration
-	created  []time.Time // buffer of tellDelivered
+	created  []time.Time // buffer of acknowledged
 	pulse    pulse
 	worked   atomic.Bool     // rows were acknowledged, or none waited
 	napper   *nap.Napper     // used by loop
@@ -40,23 +39,15 @@ type publisher struct {
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
-	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), lost: make(chan error, 1), progress: newProgress(r, l)}
+	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), progress: newProgress(r, l)}
 	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
 	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
 	p.pulse.last = time.Now()
 	p.flight.waits, p.flight.acked = p.progressed, p.acknowledged
 	p.reader = newReader(p)
-	l.obeys.set.Store(r.paused.Load()) // safe: nothing is in flight
+	l.obeys.Store(r.paused.Load()) // safe: nothing is in flight
 	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: &deadLook{publisher: p}}
 	return p
-}
-
-// lose ends the work at once. What the work does afterwards changes nothing, because of the epoch.
-func (p *publisher) lose(err error) {
-	select {
-	case p.lost <- err:
-	default:
-	}
 }
 
 // publish works until ctx ends, the lease is lost or something fails. Then it releases the lease. With
@@ -95,14 +86,6 @@ func (p *publisher) publishShard(ctx context.Context) error {
 
 	group.Go(func() error { return p.lease.watch(keeping) })
 	group.Go(func() error { return p.listen(keeping) })
-	group.Go(func() error {
-		select {
-		case err := <-p.lost:
-			return err
-		case <-keeping.Done():
-			return nil
-		}
-	})
 	err := p.aim(reading)
 	if err == nil {
 		err = p.dead.look.begin(reading)
@@ -145,7 +128,7 @@ func (p *publisher) turn(work, reading context.Context) error {
 func (p *publisher) aim(ctx context.Context) error {
 	switch {
 	case p.cfg.Sink != nil:
-		p.target = toSink{p}
+		p.target = toSink{toKafka{p}}
 	case p.cfg.ExactlyOnce:
 		t := &toTransactions{publisher: p}
 		p.target = t
@@ -241,7 +224,7 @@ func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan str
 }
 
 // hand publishes a page, if it has rows, while the lease is certain to be held.
-func (p *publisher) hand(work, ctx context.Context, read *reading) error {
+func (p *publisher) hand(work, ctx context.Context, read *fetched) error {
 	at := p.reader.at
 	switch {
 	case len(read.page.rows) > 0 && !p.lease.held():
@@ -261,25 +244,19 @@ func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 	return nil
 }
 
-// acknowledged is called when rows leave the flight.
+// acknowledged is called when rows leave the flight. It calls the hook once for each run of consecutive
+// rows of one topic.
 func (p *publisher) acknowledged(rows []*row) {
-	if len(rows) == 0 {
-		return
-	}
-	p.worked.Store(true)
-	p.tellDelivered(rows)
-}
-
-// tellDelivered calls the hook, once for each run of consecutive rows of one topic.
-func (p *publisher) tellDelivered(rows []*row) {
-	if p.cfg.Hooks.Delivered == nil {
-		return
+	if len(rows) > 0 {
+		p.worked.Store(true)
 	}
 	for i, r := range rows {
-		p.created = append(p.created, r.created)
-		if i == len(rows)-1 || rows[i+1].topic != r.topic {
-			p.cfg.Hooks.Delivered(r.topic, p.created)
-			p.created = p.created[:0]
+		if p.created = append(p.created, r.created); i < len(rows)-1 && rows[i+1].topic == r.topic {
+			continue
 		}
+		if p.cfg.Hooks.Delivered != nil {
+			p.cfg.Hooks.Delivered(r.topic, p.created)
+		}
+		p.created = p.created[:0]
 	}
 }

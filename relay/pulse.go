@@ -65,8 +65,8 @@ func (c *Config) hungAfter() time.Duration { return max(c.Lease/2, 5*time.Second
 // inspectWorkers notes which shards wait for the brokers, and which hang. It returns the leases
 // that may be renewed.
 func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
-	hung := 0
 	m.unacknowledged = false
+	hung := int64(0)
 	for shard, w := range m.workers {
 		p := w.publisher
 		switch late := p.late(); {
@@ -79,14 +79,13 @@ func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
 			m.setHung(w, false)
 		}
 		leases = append(leases, w.lease)
-		if p.flight.unacknowledged() > m.cfg.unacknowledgedMax() {
+		if p.flight.unacknowledged() > m.cfg.answerMax() {
 			m.unacknowledged = true
 		} else if p.worked.Load() {
 			delete(m.troubles, shard)
 		}
 	}
-	m.stuck = hung
-	m.hung.Store(int64(hung))
+	m.hung.Store(hung)
 	m.sayAway(ctx)
 	return leases
 }

@@ -41,7 +41,7 @@ WITH alive AS (
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND mine.run = ` + serverRun + `
   RETURNING p.shard
 )
-SELECT r.shards, others.owners, others.states, s.shard::smallint, coalesce(p.owner, ''),
+SELECT r.shards, others.owners, others.states, s.shard::smallint,
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r

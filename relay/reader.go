@@ -18,12 +18,7 @@ import (
 // reader reads the outbox page by page. After a full page it reads the next page while this one is
 // published: the database and this process work at the same time.
 type reader struct {
-	*Relay
-	lease    *lease
-	progress *progress
-	bytesMax int
-	patient  func(context.Context) (context.Context, context.CancelFunc) // limits a statement
-
+	*publisher
 	care  *care
 	at    cursor    // behind the last page that was handed over
 	mark  floorMark // when the floor may move
@@ -39,9 +34,11 @@ type reader struct {
 	passing                 passing
 }
 
-// reading is a page that was read, and where it ends.
-type reading struct {
+// fetched is a page that was read, and where it ends.
+type fetched struct {
 	page *page
+	seen *tick // of the statement
+	err  error
 	end  cursor
 	// complete: nothing else was visible when the page was read.
 	complete bool
@@ -51,10 +48,8 @@ type reading struct {
 }
 
 func newReader(p *publisher) *reader {
-	r := &reader{
-		Relay: p.Relay, lease: p.lease, progress: p.progress, bytesMax: p.flight.bytesMax, patient: p.patient,
-		care: p.care(false), limit: p.care(false).limit(min(100, p.cfg.PageRowsMax)), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
-	}
+	care := p.care(false)
+	r := &reader{publisher: p, care: care, limit: care.limit(min(100, p.cfg.PageRowsMax)), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax}}
 	r.from(p.lease.cursor)
 	return r
 }
@@ -65,34 +60,28 @@ func (r *reader) from(at cursor) {
 	r.mark = floorMark{xmax: at.from.xmax, seqLast: at.from.seqLast}
 }
 
-// next reads a page.
-func (r *reader) next(ctx context.Context) (*reading, error) {
-	got := r.nextPage(ctx)
-	if got.err != nil {
-		return nil, got.err
+// next returns the page that was read ahead, or reads one.
+func (r *reader) next(ctx context.Context) (*fetched, error) {
+	var read fetched
+	if r.ahead != nil {
+		read, r.ahead = <-r.ahead, nil
+	} else {
+		read = r.fetch(ctx, r.at, r.limit)
+	}
+	if read.err != nil {
+		return nil, read.err
 	}
 	crashpoint.Here(crashpoint.RelayRead)
-	read := &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
-	r.pace.saw(len(got.page.rows))
-	r.limit = r.care.limit(nextLimit(r.limit, got.page, r.bytesMax, r.cfg.PageRowsMax))
+	read.end, read.complete = r.at.next(read.page, read.seen), r.at.to == nil && !read.page.full
+	r.pace.saw(len(read.page.rows))
+	r.limit = r.care.limit(nextLimit(r.limit, read.page, r.flight.bytesMax, r.cfg.PageRowsMax))
 	switch careful := r.care.left.Load() > 0; {
-	case got.page.full && !careful:
+	case read.page.full && !careful:
 		r.ahead = r.fetchAhead(ctx, read.end, r.limit)
-	case !got.page.full:
+	case !read.page.full:
 		read.end.floor = r.mark.advance(read.end.from, read.end.floor)
 	}
-	return read, nil
-}
-
-// nextPage returns the page that was read ahead, or reads one.
-func (r *reader) nextPage(ctx context.Context) (got fetched) {
-	if r.ahead != nil {
-		got, r.ahead = <-r.ahead, nil
-		return got
-	}
-	got.woken = r.wake.next() // before the statement
-	got.page, got.seen, got.err = r.fetch(ctx, r.at, r.limit)
-	return got
+	return &read, nil
 }
 
 // behind returns rows behind a page, to see which of them Kafka takes.
@@ -103,15 +92,15 @@ func (r *reader) behind(ctx context.Context, end cursor) (*page, error) {
 		r.ahead = again
 		return got.page, got.err
 	}
-	found, _, err := r.fetch(ctx, end, seekRowsMax)
-	return found, err
+	got := r.fetch(ctx, end, seekRowsMax)
+	return got.page, got.err
 }
 
 // seekRowsMax is how many rows behind a page are tried at most.
 const seekRowsMax = 1000
 
 // passed notes that a page was handed over.
-func (r *reader) passed(read *reading) {
+func (r *reader) passed(read *fetched) {
 	r.at = read.end
 	r.progress.seqRead.Store(read.page.seqLast)
 }
@@ -133,33 +122,22 @@ func nextLimit(limit int, page *page, bytesMax, rowsMax int) int {
 	return max(1, min(4*limit, fit, rowsMax))
 }
 
-// fetched is the outcome of a statement.
-type fetched struct {
-	page  *page
-	seen  *tick
-	err   error
-	woken <-chan struct{}
-}
-
 func (r *reader) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fetched {
 	result := make(chan fetched, 1)
-	woken := r.wake.next()
-	go func() {
-		page, seen, err := r.fetch(ctx, c, limit)
-		result <- fetched{page, seen, err, woken}
-	}()
+	go func() { result <- r.fetch(ctx, c, limit) }()
 	return result
 }
 
 // fetch reads the page behind a cursor, and the tick behind the page.
-func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
+func (r *reader) fetch(ctx context.Context, c cursor, limit int) (read fetched) {
+	read.woken = r.wake.next() // before the statement
 	ctx, cancel := r.patient(ctx)
 	defer cancel()
-	page, seen, err := r.readChanges(ctx, c, limit)
-	if err != nil {
-		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
+	var err error
+	if read.page, read.seen, err = r.readChanges(ctx, c, limit); err != nil {
+		read.err = fmt.Errorf("read outbox: %w", silence(ctx, err))
 	}
-	return page, seen, nil
+	return read
 }
 
 func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
@@ -189,7 +167,7 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	}
 	r.limitBySize = read.deferred || r.limitBySize && read.large
 	r.lastPageSmall = len(read.rows) <= fewRows
-	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.bytesMax/4)
+	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.flight.bytesMax/4)
 	seen, err := newTick(read.snapshot, seqSafe)
 	if err != nil {
 		return nil, nil, err
@@ -218,7 +196,7 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	}
 	sql, bytes := r.sql.of(fetchSQL), largeBytes
 	if r.limitBySize {
-		sql, bytes = r.sql.of(fetchSizedSQL), r.bytesMax/4
+		sql, bytes = r.sql.of(fetchSizedSQL), r.flight.bytesMax/4
 	}
 	args := []any{r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
 	if len(c.from.xip) == 0 && !r.limitBySize {
@@ -238,9 +216,9 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if err != nil {
 		return nil, err
 	}
-	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, sized: r.limitBySize, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
+	read, err := readPage(rows, extent{rows: limit, bytes: r.flight.bytesMax / 4, sized: r.limitBySize, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
 	if err == nil && r.limitBySize {
-		read.full = read.full || read.payloads() >= r.bytesMax/4
+		read.full = read.full || read.payloads() >= r.flight.bytesMax/4
 	}
 	return read, err
 }

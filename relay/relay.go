@@ -37,7 +37,7 @@ type Relay struct {
 
 	clientLog     kgo.Logger       // of the caller's options; nil: none
 	placing       kgo.Opt          // places records in the partition that their row requests
-	careful       [shardsMax]cares // see publishEach
+	careful       [shardsMax]cares // see takeCare
 	uncompressed  atomic.Bool      // brokers refused compressed batches
 	refusedWrites sync.Map         // topic → when brokers refused to let the relay write to it
 	batches       sync.Map         // topic → size of batches, where a batch was refused for its size
@@ -47,7 +47,6 @@ type Relay struct {
 	status        atomic.Pointer[Status]
 	newest        atomic.Pointer[cluster] // the newest cluster on which this process held a lease
 	slotWaits     map[int16]time.Time     // since when a lock keeps a slot; used only by the goroutine that runs tidy
-	overdue       atomic.Int64            // calls of the sink that continue although their context has ended
 	hung          atomic.Int64            // shards whose worker hangs
 	say           sayings
 }
@@ -108,17 +107,18 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 // leases and returns nil. It returns an error at once for what waiting cannot fix: a schema that
 // does not fit, a standby, a primary from before a failover, a panic of Config.Topic.
 func (r *Relay) Run(ctx context.Context) error {
-	for trouble := 1; ctx.Err() == nil; trouble++ {
+	for times := 1; ctx.Err() == nil; times++ {
 		r.heartbeat()
 		err := r.check(ctx)
 		if err == nil {
-			return newMember(r).participate(ctx)
+			m := &member{Relay: r, workers: map[int16]*worker{}, troubles: map[int16]*trouble{}}
+			return m.participate(ctx)
 		}
 		if ctx.Err() == nil && !unreachable(err) {
 			return err
 		}
 		r.describe("database_away", err, nil)
-		wait := backoff(trouble)
+		wait := backoff(times)
 		r.interrupted(ctx, err, wait)
 		pause.For(ctx, wait)
 	}
@@ -136,7 +136,7 @@ func (r *Relay) interrupted(ctx context.Context, err error, wait time.Duration) 
 	}
 }
 
-// check returns an error for what waiting cannot fix.
+// check registers the relay, or returns an error for what waiting cannot fix.
 func (r *Relay) check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, r.patience)
 	defer cancel()
@@ -150,7 +150,20 @@ func (r *Relay) check(ctx context.Context) error {
 	if !primary {
 		return ErrNotPrimary
 	}
-	return r.adapt(ctx)
+	if err := r.adapt(ctx); err != nil {
+		return err
+	}
+	return r.enroll(ctx)
+}
+
+// enroll registers the relay with its initial number of shards.
+func (r *Relay) enroll(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.Lease)
+	defer cancel()
+	if _, err := r.pool.Exec(ctx, r.sql.of(enrollSQL), r.cfg.Name, r.cfg.Shards); err != nil {
+		return fmt.Errorf("register relay: %w", err)
+	}
+	return nil
 }
 
 // adapt removes from the statements the functions that the database hides. It runs before any
@@ -190,7 +203,7 @@ func unreachable(err error) bool {
 type Status struct {
 	At    time.Time // of the beat; zero: Run has not begun
 	Owner string
-	// State is starting, publishing, standing_by, kafka_away, sink_away, stuck, database_away or
+	// State is starting, publishing, standing_by, kafka_away, stuck, database_away or
 	// stopped; see docs/reference/schema.md, outbox_replicas.
 	State   string
 	Problem string  // why rows wait; empty: nothing is wrong
@@ -220,8 +233,8 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	if err := r.adapt(ctx); err != nil {
 		return 0, err
 	}
-	if _, err := r.pool.Exec(ctx, r.sql.of(enrollSQL), r.cfg.Name, r.cfg.Shards); err != nil {
-		return 0, fmt.Errorf("register relay: %w", err)
+	if err := r.enroll(ctx); err != nil {
+		return 0, err
 	}
 	standing, err := r.beat(ctx, nil, r.publishing())
 	if err != nil {
@@ -261,7 +274,7 @@ func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, e
 		if lease.n > first {
 			idle = 0
 		}
-		if !errors.Is(err, errLimitsChanged) && !errors.As(err, &batch) || idle > soonMax {
+		if !errors.As(err, &batch) || idle > soonMax {
 			return published, err
 		}
 	}
@@ -284,10 +297,9 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	return p.progress.rows, err
 }
 
-// heartbeat calls the hook: this loop is not stuck. Statements, and waits for brokers, end by
-// themselves; a call of a sink may not.
+// heartbeat calls the hook: this loop is not stuck, and no shard hangs.
 func (r *Relay) heartbeat() {
-	if r.cfg.Hooks.Heartbeat != nil && r.overdue.Load() == 0 && r.hung.Load() == 0 {
+	if r.cfg.Hooks.Heartbeat != nil && r.hung.Load() == 0 {
 		r.cfg.Hooks.Heartbeat()
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -57,8 +56,8 @@ func (r *refusal) Unwrap() error { return r.cause }
 // Refuse marks an error of a Sink as final: the receiver will never take this message as it is.
 func Refuse(err error) error { return &refusal{err} }
 
-// toSink hands rows to Config.Sink.
-type toSink struct{ *publisher }
+// toSink hands rows to Config.Sink. All but that is as with Kafka.
+type toSink struct{ toKafka }
 
 // publish removes rows from the front of the attempt as they are accepted. Progress must not pass a
 // dead row before that row is in outbox_dead. So progress stops at the first dead row until the end
@@ -73,14 +72,6 @@ func (t toSink) publish(work, ctx context.Context, a *attempt) error {
 	}
 	return t.conclude(ctx, a)
 }
-
-func (t toSink) afterPage(_, _ context.Context, _ bool) (time.Duration, error) {
-	return t.cfg.PollMax, nil
-}
-
-func (t toSink) store(ctx context.Context) error { return t.storeAcked(ctx) }
-
-func (t toSink) finish(_, ctx context.Context) error { return t.flight.settled(ctx) }
 
 // feed hands rows to the sink and keeps in a.rows those that the sink accepted.
 func (t toSink) feed(work, ctx context.Context, a *attempt) error {
@@ -113,11 +104,14 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 	return nil
 }
 
-// handOver is one call of the sink, bounded in time: a sink that hangs must not hang the relay.
+// handOver is one call of the sink. It is bounded in time, as a sink that hangs must not hang the relay,
+// and ends with the work, and at a stop after DrainMax.
 func (t toSink) handOver(work, reading context.Context, rows []*row, records []*kgo.Record) (int, error) {
-	ctx, cancel := t.callContext(work, reading)
+	limited, cancel := context.WithTimeout(work, t.cfg.Lease)
 	defer cancel()
-	defer t.expect(t.cfg.Lease)() // what callContext allows
+	ctx, stop := outlast(limited, reading, t.cfg.DrainMax)
+	defer stop()
+	defer t.expect(t.cfg.Lease)() // what limited allows
 	messages := make([]Message, len(records))
 	for i, r := range records {
 		messages[i] = Message{ID: rows[i].id, Topic: r.Topic, Key: r.Key, Payload: r.Value, Headers: make([]outbox.Header, len(r.Headers))}
@@ -125,22 +119,9 @@ func (t toSink) handOver(work, reading context.Context, rows []*row, records []*
 			messages[i].Headers[j] = outbox.Header{Name: h.Key, Value: h.Value}
 		}
 	}
-	overdue := make(chan struct{})
-	late := context.AfterFunc(ctx, func() { t.overdue.Add(1); close(overdue) })
 	accepted, err := t.cfg.Sink.Publish(ctx, messages)
-	if !late() {
-		<-overdue
-		t.overdue.Add(-1)
-	}
 	if accepted < 0 || accepted > len(messages) || (accepted < len(messages) && err == nil) {
 		return 0, fmt.Errorf("the sink returned an invalid result: accepted %d of %d messages without an error: report this to the author of the sink", accepted, len(messages))
 	}
 	return accepted, err
-}
-
-// callContext ends with the work, and at a stop after DrainMax.
-func (t toSink) callContext(work, reading context.Context) (context.Context, context.CancelFunc) {
-	limited, cancel := context.WithTimeout(work, t.cfg.Lease)
-	ctx, stop := outlast(limited, reading, t.cfg.DrainMax)
-	return ctx, func() { stop(); cancel() }
 }

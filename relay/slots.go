@@ -119,10 +119,7 @@ func (r *Relay) truncateWaits(ctx context.Context, slot int16, locked bool) {
 // has locked it. The lock ensures that there are no uncommitted rows: their transaction would also
 // hold a lock.
 func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked bool, err error) {
-	unpublished := func(q interface {
-		QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-	},
-	) (found bool, err error) {
+	unpublished := func(q execer) (found bool, err error) {
 		err = q.QueryRow(ctx, fmt.Sprintf(r.sql.of(unpublishedSQL), slot), here.system).Scan(&found)
 		return found, err
 	}

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -108,16 +109,9 @@ type cursor struct {
 // next returns the cursor behind a page that was read at c. A full page leaves the rest of its
 // batch; seen is the tick that the statement returned.
 func (c cursor) next(p *page, seen *tick) cursor {
+	end := cmp.Or(c.to, seen)
 	if p.full {
-		to := c.to
-		if to == nil {
-			to = seen
-		}
-		return cursor{from: c.from, to: to, seq: p.rows[len(p.rows)-1].seq, floor: c.floor}
-	}
-	end := c.to
-	if end == nil {
-		end = seen
+		return cursor{from: c.from, to: end, seq: p.rows[len(p.rows)-1].seq, floor: c.floor}
 	}
 	return cursor{from: end, floor: c.floor}
 }

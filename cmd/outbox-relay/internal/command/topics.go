@@ -68,7 +68,7 @@ func newTopicsPause(s *cli.Settings) *cobra.Command {
 		Use:   "pause TOPIC...",
 		Short: "Stop publishing topics",
 		Long: `Stop publishing topics: their rows wait. It returns once every running replica has confirmed that rows read before are
-acknowledged by Kafka, or wait. That takes at most three seconds; longer while Kafka does not acknowledge, or after a
+acknowledged by Kafka, or wait. That takes at most six seconds; longer while Kafka does not acknowledge, or after a
 replica died (until its lease ends).
 
 Exit status 1 if the pause is not confirmed within --wait, or if no replica runs. The pause is stored anyway, holds once

@@ -43,7 +43,7 @@ func List(ctx context.Context, db operator.Querier, schema string) ([]Relay, err
 type Replica struct {
 	Relay string `json:"relay"`
 	Owner string `json:"owner"`
-	// State is publishing, standing_by, kafka_away, sink_away or stuck; empty: it does not say.
+	// State is publishing, standing_by, kafka_away or stuck; empty: it does not say.
 	State   string `json:"state"`
 	Problem string `json:"problem"` // why its rows wait
 }

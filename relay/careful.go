@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 	"slices"
 	"sync/atomic"
 
-	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -16,10 +16,8 @@ import (
 // When Kafka refuses a record for a reason that may be in it, the client fails the records behind it,
 // too: most of them are not the cause. The work then starts over, and as many rows as were in flight are
 // published in pages of a sixteenth of the refused one, one page at a time. If one of these is refused,
-// the next are a sixteenth of that, and in the end rows are published one by one; a page that passes
-// doubles the size of the next one. A row that is refused alone is dead if Kafka takes another row of the page or of
-// the next one, and then refuses this one again. If it takes none, and refuses rows of several keys, it
-// is an outage: the rows wait. A row that an operator retries is dead again at once.
+// the next are a sixteenth of that; a page that passes doubles the size of the next one. In the end the rows
+// of a page are tried one by one: see tryEach.
 
 // outageKeys is how many keys are several.
 const outageKeys = 3
@@ -32,21 +30,10 @@ const pageShare = 16
 // care is how a shard publishes after a refusal.
 type care struct {
 	left atomic.Int64 // rows that are still published with care; 0: none
-	page atomic.Int64 // rows at a time; 1 or less: one by one
-
-	// Used only by the worker of the shard. A number of a row may be given to another one after a
-	// failover, an ID is not.
-	again map[rowID]bool // refused before Kafka took another row
-	ahead map[rowID]bool // published before their turn
+	page atomic.Int64 // rows at a time; 1 or less: they are tried one by one
 }
 
-// rowID names a row: several topics may have rows of one ID.
-type rowID struct {
-	id    uuid.UUID
-	topic string
-}
-
-func idOf(r *row) rowID { return rowID{r.id, r.topic} }
+func (c *care) alone() bool { return c.left.Load() > 0 && c.page.Load() <= 1 }
 
 // limit bounds the rows of the next page.
 func (c *care) limit(rows int) int {
@@ -58,12 +45,11 @@ func (c *care) limit(rows int) int {
 
 // passed notes that rows are published or dead.
 func (c *care) passed(rows int) {
-	c.page.Store(max(c.page.Load(), pageShare/2) * 2)
-	left := max(0, c.left.Load()-int64(rows))
-	if c.left.Store(left); left == 0 {
-		clear(c.again)
-		clear(c.ahead)
+	if rows == 0 {
+		return
 	}
+	c.page.Store(max(c.page.Load(), pageShare/2) * 2)
+	c.left.Store(max(0, c.left.Load()-int64(rows)))
 }
 
 // cares is about the rows of the outbox and about those of outbox_dead.
@@ -74,18 +60,6 @@ func (p *publisher) care(released bool) *care {
 		return &p.careful[p.lease.shard].dead
 	}
 	return &p.careful[p.lease.shard].outbox
-}
-
-// single publishes rows one by one, with nothing else in flight.
-type single interface {
-	// one produces a record and waits for the answer.
-	one(ctx context.Context, record *kgo.Record) error
-	// taken moves progress behind the row that was produced last.
-	taken(work, ctx context.Context, a *attempt, r *row) error
-	// withdraw reports whether the record that was produced last stays invisible, which makes it so.
-	withdraw(ctx context.Context) (bool, error)
-	// bury stores dead rows, and moves progress to end.
-	bury(work, ctx context.Context, a *attempt, dead []deadRow, end cursor) error
 }
 
 // refused ends the work because Kafka refused a batch. It begins again with care.
@@ -113,165 +87,169 @@ func (p *publisher) takeCare(b *batch, topic string, reason Reason) {
 	c.left.Store(max(c.left.Load(), p.flight.unstored()))
 }
 
-// carefully is the state of publishEach.
-type carefully struct {
+// trial hands rows to Kafka one by one, with nothing else in flight.
+type trial struct {
 	*publisher
-	single
-	*care
-	a       *attempt
-	rows    []*row
-	records []*kgo.Record
+	a      *attempt
+	one    func(context.Context, *kgo.Record) error
+	doubts []doubt           // rows that are dead if they are refused again
+	keys   map[topicKey]bool // theirs
+	streak int               // how many of the last doubts there are since Kafka took a row
+	last   error             // why it refused the last one
+	end    int64             // rows from this seq on are left out of the attempt
 }
 
-// publishEach publishes the rows of an attempt one by one.
-func (p *publisher) publishEach(work, ctx context.Context, a *attempt, by single) error {
+type doubt struct {
+	seq    int64
+	record *kgo.Record
+}
+
+// tryEach hands over the rows of an attempt and moves those that are wrong to dead: those that Kafka refuses
+// before it takes another row, and then refuses again. Rows of several keys that it refuses behind the last
+// one that it takes, also on the next page, are an outage: they are left out of the attempt, and wait if
+// nothing else is in it. A row, or a few, that it refuses twice are dead, and so is a row at once that an
+// operator has retried.
+func (p *publisher) tryEach(work, ctx context.Context, a *attempt, one func(context.Context, *kgo.Record) error) error {
 	if err := p.target.finish(work, ctx); err != nil {
 		return err
 	}
 	p.alone.Store(true)
 	defer p.alone.Store(false)
-	c := &carefully{publisher: p, single: by, care: p.care(a.released), a: a, rows: a.rows, records: a.records}
-	if c.again == nil {
-		c.again, c.ahead = map[rowID]bool{}, map[rowID]bool{}
-	}
-	all := len(a.rows) + len(a.dead)
-	a.rows = nil
-	for i, r := range c.rows {
-		err := c.decide(work, ctx, i, r)
-		if a.released && errors.Is(err, errOutage) { // other rows do not wait for these
-			p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", err)
-			return nil
-		}
-		if err != nil {
+	t := &trial{publisher: p, a: a, one: one, keys: map[topicKey]bool{}, end: math.MaxInt64}
+	rows, records := a.rows, a.records
+	a.rows, a.records = nil, nil
+	for i, r := range rows {
+		if err := t.try(ctx, r, records[i]); err != nil {
 			return err
 		}
 	}
-	if err := c.buryBefore(work, ctx, math.MaxInt64, a.end); err != nil {
+	if err := t.judge(ctx); err != nil {
 		return err
 	}
-	c.passed(all)
+	a.endBefore(t.end)
+	switch {
+	case t.streak < outageKeys || len(a.rows)+len(a.dead) > 0:
+		return nil
+	case a.released: // other rows do not wait for these
+		p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", t.last)
+		return nil
+	}
+	return fmt.Errorf("%w; %w", t.last, errOutage)
+}
+
+func (t *trial) try(ctx context.Context, r *row, record *kgo.Record) error {
+	if t.a.held(r) {
+		t.a.give(r, ReasonBehind, errBehind)
+		return nil
+	}
+	if r.key != nil && t.keys[keyOf(r)] { // with SkipDead
+		t.end = min(t.end, r.seq)
+		return nil
+	}
+	reason, why, err := t.refusal(ctx, record)
+	switch {
+	case err != nil:
+		return err
+	case why != nil:
+		t.refused(r, record, reason, why)
+	default:
+		t.a.rows, t.a.records, t.streak = append(t.a.rows, r), append(t.a.records, record), 0
+	}
 	return nil
 }
 
-// decide publishes a row, or finds that it is dead.
-func (c *carefully) decide(work, ctx context.Context, i int, r *row) error {
-	if c.a.held(r) {
-		c.a.give(r, ReasonBehind, errBehind)
-		return nil
+func (t *trial) refused(r *row, record *kgo.Record, reason Reason, why error) {
+	remedy := "fix the cause"
+	if reason == ReasonTooLarge {
+		remedy = "raise max.message.bytes of the topic"
 	}
-	if err := c.buryBefore(work, ctx, r.seq, c.a.upTo(&row{seq: r.seq - 1})); err != nil {
-		return err
+	t.a.give(r, reason, fmt.Errorf("%w: %s and retry the row, or discard it", why, remedy))
+	if reason == ReasonTooLarge || r.was.ofRow() {
+		return
 	}
-	var reason Reason
-	var refusal error
-	if !c.ahead[idOf(r)] {
-		var err error
-		if reason, refusal, err = c.try(ctx, c.records[i]); err != nil {
-			return err
-		}
+	if r.key != nil {
+		t.keys[keyOf(r)] = true
 	}
-	if refusal != nil && reason != ReasonTooLarge && !c.again[idOf(r)] && !r.was.ofRow() {
-		if err := c.seek(ctx, i, refusal); err != nil {
-			return err
-		}
-		var err error
-		if reason, refusal, err = c.try(ctx, c.records[i]); err != nil {
-			return err
-		}
-	}
-	if refusal != nil {
-		remedy := "fix the cause"
-		if reason == ReasonTooLarge {
-			remedy = "raise max.message.bytes of the topic"
-		}
-		c.a.give(r, reason, fmt.Errorf("%w: %s and retry the row, or discard it", refusal, remedy))
-		return nil
-	}
-	c.a.rows = append(c.a.rows, r)
-	return c.taken(work, ctx, c.a, r)
+	t.doubts = append(t.doubts, doubt{r.seq, record})
+	t.streak++
+	t.last = produceError(record.Topic, why)
 }
 
-// try produces a record alone. It returns why Kafka refuses it, or an error that is not about the record.
-func (c *carefully) try(ctx context.Context, record *kgo.Record) (reason Reason, refusal, err error) {
-	if refusal = c.single.one(ctx, record); refusal == nil {
+// judge decides what the doubts are.
+func (t *trial) judge(ctx context.Context) error {
+	if t.streak >= outageKeys {
+		taken, err := t.seek(ctx)
+		if err != nil {
+			return err
+		}
+		if taken {
+			t.streak = 0
+		} else {
+			t.end = min(t.end, t.doubts[len(t.doubts)-t.streak].seq)
+		}
+	}
+	for _, d := range t.doubts {
+		if d.seq >= t.end {
+			return nil
+		}
+		if _, why, err := t.refusal(ctx, d.record); err != nil || why == nil {
+			return cmp.Or(err, error(&refused{errTaken}))
+		}
+	}
+	return nil
+}
+
+// errTaken begins the work anew: rows of the key may have been left out meanwhile.
+var errTaken = errors.New("the brokers take a row that they refused before")
+
+// seek reports whether Kafka takes a row behind the attempt, of another key. At least once, that row is
+// published again in its turn.
+func (t *trial) seek(ctx context.Context) (taken bool, err error) {
+	end := t.a.end
+	if t.a.released {
+		end = t.reader.at
+	}
+	page, err := t.reader.behind(ctx, end)
+	if err != nil {
+		return false, err
+	}
+	next, err := t.publisher.try(ctx, page, cursor{}, cursor{})
+	if err != nil {
+		return false, err
+	}
+	for i, r := range next.rows {
+		if r.key != nil && (t.a.held(r) || t.keys[keyOf(r)]) {
+			continue
+		}
+		_, why, err := t.refusal(ctx, next.records[i])
+		if err != nil || why == nil {
+			return err == nil, err
+		}
+		t.keys[keyOf(r)] = true
+	}
+	return false, nil
+}
+
+// refusal produces a record alone. It returns why Kafka refuses it, or an error that is not about the record.
+func (t *trial) refusal(ctx context.Context, record *kgo.Record) (reason Reason, why, err error) {
+	if why = t.one(ctx, record); why == nil {
 		return "", nil, nil
 	}
-	if reason = c.note(record.Topic, refusal); reason == "" {
-		return "", nil, produceError(record.Topic, refusal)
+	if reason = t.note(record.Topic, why); reason == "" {
+		return "", nil, produceError(record.Topic, why)
 	}
-	return reason, refusal, nil
+	return reason, why, nil
 }
 
-// seek looks for a row behind a refused one that Kafka takes, on the page and on the next one. Those that
-// it refuses meanwhile are dead if it refuses them again. It returns an error in an outage.
-func (c *carefully) seek(ctx context.Context, i int, refusal error) error {
-	rows, records := c.rows[i:], c.records[i:]
-	keys := map[topicKey]bool{}
-	seen := 0
-	for more := true; ; more = false {
-		for j, r := range rows {
-			if r.key != nil && keys[keyOf(r)] || c.a.held(r) || c.ahead[idOf(r)] {
-				continue
-			}
-			if j > 0 || !more {
-				_, why, err := c.try(ctx, records[j])
-				if err != nil {
-					return err
-				}
-				if why == nil {
-					return c.found(ctx, r)
-				}
-				refusal = why
-			}
-			seen++
-			c.again[idOf(r)] = true
-			if r.key != nil {
-				keys[keyOf(r)] = true
-			}
-		}
-		if !more {
-			break
-		}
-		end := c.a.end
-		if c.a.released {
-			end = c.reader.at
-		}
-		page, err := c.reader.behind(ctx, end)
-		if err != nil {
-			return err
-		}
-		next, err := c.publisher.try(ctx, page, cursor{}, cursor{})
-		if err != nil {
-			return err
-		}
-		rows, records = next.rows, next.records
+// endBefore leaves the rows from a seq on out of the attempt.
+func (a *attempt) endBefore(seq int64) {
+	n, _ := slices.BinarySearchFunc(a.rows, seq, func(r *row, seq int64) int { return cmp.Compare(r.seq, seq) })
+	a.rows, a.records = a.rows[:n], a.records[:n]
+	a.dead = slices.DeleteFunc(a.dead, func(d deadRow) bool { return d.row.seq >= seq })
+	slices.SortFunc(a.dead, func(x, y deadRow) int { return cmp.Compare(x.row.seq, y.row.seq) })
+	if seq < math.MaxInt64 {
+		a.end = a.upTo(&row{seq: seq - 1})
 	}
-	if seen < outageKeys {
-		return nil
-	}
-	clear(c.again)
-	return fmt.Errorf("%w; %w", produceError(c.records[i].Topic, refusal), errOutage)
-}
-
-// found is called for the row that Kafka took. It is not published again, if it was published.
-func (c *carefully) found(ctx context.Context, r *row) error {
-	invisible, err := c.withdraw(ctx)
-	if err == nil && !invisible {
-		c.ahead[idOf(r)] = true
-	}
-	return err
-}
-
-// buryBefore stores the dead rows before seq, and moves progress to end.
-func (c *carefully) buryBefore(work, ctx context.Context, seq int64, end cursor) error {
-	at := func(d deadRow) bool { return d.row.seq >= seq }
-	before := slices.DeleteFunc(slices.Clone(c.a.dead), at)
-	if len(before) == 0 && seq < math.MaxInt64 {
-		return nil
-	}
-	slices.SortFunc(before, func(x, y deadRow) int { return int(x.row.seq - y.row.seq) })
-	c.a.dead = slices.DeleteFunc(c.a.dead, func(d deadRow) bool { return !at(d) })
-	return c.bury(work, ctx, c.a, before, end)
 }
 
 // produceError is why the brokers did not take records, with the remedy if the cause is not in them.

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"time"
@@ -114,8 +115,14 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 	care := t.care(a.released)
 	careful := care.left.Load() > 0
-	if careful && care.page.Load() <= 1 {
-		return t.publishEach(work, ctx, a, t)
+	if care.alone() {
+		if err := t.tryEach(work, ctx, a, t.tryOne); err != nil {
+			return err
+		}
+		if err := t.handEach(ctx, a.records); err != nil {
+			return err
+		}
+		t.handed, a.records = t.handed+int64(len(a.rows)), nil
 	}
 	rows := len(a.rows) + len(a.dead)
 	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end, released: a.released}); err != nil {
@@ -143,57 +150,30 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 	return nil
 }
 
-// one produces a record in a transaction of its own. After a refusal the transaction is aborted.
-func (t *toTransactions) one(ctx context.Context, record *kgo.Record) error {
+// tryOne tries a record in a transaction of its own, which is aborted.
+func (t *toTransactions) tryOne(ctx context.Context, record *kgo.Record) error {
 	if err := t.open(); err != nil {
 		return err
 	}
-	err := t.publisher.one(ctx, record)
-	if err == nil {
-		return nil
-	}
-	if failed := t.abandon(ctx); failed != nil {
-		return failed
-	}
-	return err
-}
-
-func (t *toTransactions) taken(work, ctx context.Context, a *attempt, r *row) error {
-	if t.end = a.upTo(r); a.released {
-		t.released = []int64{r.seq}
-	}
-	t.handed++
-	t.flight.add(&batch{rows: []*row{r}, end: t.end})
-	return t.commit(work, ctx)
-}
-
-func (t *toTransactions) withdraw(ctx context.Context) (bool, error) { return true, t.abandon(ctx) }
-
-// abandon aborts the transaction of a single record, which no progress covers: if that fails, it must not
-// be committed.
-func (t *toTransactions) abandon(ctx context.Context) error {
+	err := t.one(ctx, record)
 	limit := transactionTimeout
 	if ctx.Err() != nil {
 		limit = abortMax
 	}
-	err := t.abort(ctx, limit)
-	if err != nil {
-		t.progress.storing.Lock()
-		defer t.progress.storing.Unlock()
-		t.failed = err
-	}
-	return err
+	return cmp.Or(t.abort(ctx, limit), err)
 }
 
-func (t *toTransactions) bury(work, ctx context.Context, a *attempt, dead []deadRow, end cursor) error {
-	if a.released {
-		return t.publisher.dead.holdAgain(ctx, dead)
+// handEach adds records to the transaction one by one: the topic may take no batch of several.
+func (t *toTransactions) handEach(ctx context.Context, records []*kgo.Record) error {
+	for _, record := range records {
+		if err := t.open(); err != nil {
+			return err
+		}
+		if err := t.one(ctx, record); err != nil {
+			return produceError(record.Topic, err)
+		}
 	}
-	if err := t.hand(&batch{end: end}); err != nil {
-		return err
-	}
-	t.dead = dead
-	return t.commit(work, ctx)
+	return nil
 }
 
 // hand adds a batch to the transaction, which begins with the first record.
@@ -388,7 +368,8 @@ func (t *toTransactions) copied() {
 	crashpoint.Here(crashpoint.RelayProgressed)
 }
 
-// abort aborts the open transaction, so that readers need not wait until it times out.
+// abort aborts the open transaction, so that readers need not wait until it times out. If that fails, it
+// must not be committed.
 func (t *toTransactions) abort(ctx context.Context, limit time.Duration) error {
 	if t.begun.IsZero() {
 		return nil
@@ -401,7 +382,10 @@ func (t *toTransactions) abort(ctx context.Context, limit time.Duration) error {
 		err = t.client.EndTransaction(ctx, kgo.TryAbort)
 	}
 	if err != nil {
-		return fmt.Errorf("abort a transaction: %w", fromOutlet(err))
+		t.progress.storing.Lock()
+		defer t.progress.storing.Unlock()
+		t.failed = fmt.Errorf("abort a transaction: %w", fromOutlet(err))
+		return t.failed
 	}
 	t.begun = time.Time{}
 	return nil

@@ -237,7 +237,9 @@ func (p *publisher) hand(work, ctx context.Context, read *fetched) error {
 		if err != nil {
 			return err
 		}
-		return p.target.publish(work, ctx, a)
+		err = p.target.publish(work, ctx, a)
+		read.end = a.end // it may leave rows of the page out: see tryEach
+		return err
 	case read.end.floor > at.floor, at.to != nil && read.end.to == nil: // the end of a batch that took several pages
 		return p.target.publish(work, ctx, &attempt{from: at, end: read.end})
 	}

@@ -84,7 +84,7 @@ func (r *reader) next(ctx context.Context) (*fetched, error) {
 	return &read, nil
 }
 
-// behind returns rows behind a page, to see which of them Kafka takes.
+// behind returns rows behind a page, to see whether Kafka takes one.
 func (r *reader) behind(ctx context.Context, end cursor) (*page, error) {
 	if r.ahead != nil {
 		got, again := <-r.ahead, make(chan fetched, 1)

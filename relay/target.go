@@ -17,11 +17,13 @@ type toKafka struct{ *publisher }
 
 func (t toKafka) publish(work, ctx context.Context, a *attempt) error {
 	care := t.care(a.released)
-	careful := care.left.Load() > 0
-	if careful && care.page.Load() <= 1 {
-		return t.publishEach(work, ctx, a, t)
-	}
-	if !a.released && len(a.dead) == 0 && !careful {
+	switch {
+	case care.alone():
+		if err := t.tryEach(work, ctx, a, t.one); err != nil {
+			return err
+		}
+		a.records = nil // they are acknowledged
+	case !a.released && len(a.dead) == 0 && care.left.Load() == 0:
 		t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
 		return nil
 	}
@@ -33,20 +35,6 @@ func (t toKafka) publish(work, ctx context.Context, a *attempt) error {
 	}
 	care.passed(len(a.rows) + len(a.dead))
 	return t.conclude(ctx, a)
-}
-
-func (t toKafka) withdraw(context.Context) (bool, error) { return false, nil }
-
-func (t toKafka) taken(_, ctx context.Context, a *attempt, r *row) error {
-	t.flight.add(&batch{rows: []*row{r}, end: a.upTo(r)})
-	if a.released {
-		return t.dead.remove(ctx, []int64{r.seq}, nil)
-	}
-	return nil
-}
-
-func (t toKafka) bury(_, ctx context.Context, a *attempt, dead []deadRow, end cursor) error {
-	return t.conclude(ctx, &attempt{dead: dead, end: end, released: a.released})
 }
 
 func (t toKafka) afterPage(_, _ context.Context, _ bool) (time.Duration, error) {
@@ -107,8 +95,6 @@ func (p *publisher) one(ctx context.Context, record *kgo.Record) error {
 // answer waits for the result that a promise of the client sends.
 func (p *publisher) answer(ctx context.Context, done <-chan error) error {
 	defer p.flight.awaits()()
-	timer := time.NewTicker(signOfLifeEvery)
-	defer timer.Stop()
 	for {
 		p.progressed()
 		select {
@@ -116,7 +102,7 @@ func (p *publisher) answer(ctx context.Context, done <-chan error) error {
 			return err
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-timer.C:
+		case <-time.After(signOfLifeEvery):
 		}
 	}
 }

@@ -20,14 +20,9 @@ import (
 // worker publishes those, and only the worker adds dead rows.
 type deadLook struct {
 	*publisher
-	found atomic.Bool // something may leave
-
-	// For topics; used only by the goroutine that polls.
-	looked bool
-	due    time.Time
-	rest   time.Duration
-	seen   int        // moves
-	paused *pausedSet // as of the last call of changed
+	found  atomic.Bool  // something may leave
+	looked bool         // for topics; used only by the goroutine that polls
+	rounds atomic.Int64 // since rows became dead, or topics were paused, resumed or created
 
 	mu       sync.Mutex
 	withDead map[string]bool // topics that may have dead rows; replaced, never changed
@@ -44,21 +39,14 @@ type wait struct {
 const (
 	// deadEvery is how often the relay checks whether rows may leave.
 	deadEvery = time.Second
-	// waitEvery is how often it checks topics, at least; after a change it is deadEvery at first.
-	waitEvery = 5 * time.Second
+	// topicRounds: after this many rounds without a change, one round of as many checks topics.
+	topicRounds = 5
 	// lookShare: after a poll that takes long, because of the rows that an old snapshot keeps, the
 	// pause is this many times its duration.
 	lookShare = 20
 	// handBackMax bounds the rows of a topic that one statement hands back.
 	handBackMax = 5000
 )
-
-// learn is as publisher.learn, but no sign of life.
-func (l *deadLook) learn(ctx context.Context, names []string) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, l.cfg.patience(), errSilentBrokers)
-	defer cancel()
-	return l.learnNow(ctx, names)
-}
 
 // begin reads which topics have dead rows, and the last of them. The previous holder adds none any
 // more.
@@ -95,13 +83,11 @@ func (l *deadLook) poll(ctx context.Context) error {
 
 // round polls once, and returns how long the query for rows that may leave took.
 func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
-	for more := true; more; {
-		if err := l.readTopics(ctx); err != nil || len(l.topicsNow()) == 0 {
-			return 0, err
-		}
-		if time.Now().Before(l.due) && !l.changed() {
-			break
-		}
+	if err := l.readTopics(ctx); err != nil || len(l.topicsNow()) == 0 {
+		return 0, err
+	}
+	n := l.rounds.Add(1)
+	for more := n <= topicRounds || n%topicRounds == 0; more; {
 		if more, err = l.handBack(ctx); err != nil {
 			return 0, err
 		}
@@ -133,25 +119,10 @@ func (l *deadLook) handBack(ctx context.Context) (more bool, err error) {
 		more = more || n == handBackMax
 	}
 	l.looked = l.looked || err == nil && !more
-	if l.rest = min(2*l.rest, waitEvery); len(ready) > 0 || l.rest == 0 {
-		l.rest = deadEvery
-	}
-	if l.due = time.Now().Add(l.rest); more {
-		l.due = time.Time{}
+	if len(ready) > 0 {
+		l.rounds.Store(0)
 	}
 	return more, err
-}
-
-// changed reports whether rows became dead, or topics were paused or resumed, since the last call.
-func (l *deadLook) changed() bool {
-	paused := l.lease.obeys.Load()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	changed := l.moves != l.seen || paused != l.paused
-	if l.seen, l.paused = l.moves, paused; changed {
-		l.rest = 0
-	}
-	return changed
 }
 
 // readTopics reads which topics have dead rows. It discards the result if more rows became dead
@@ -199,7 +170,9 @@ func (l *deadLook) ready(ctx context.Context) (over []wait, err error) {
 		}
 	}
 	if len(missing) > 0 {
-		if err := l.learn(ctx, missing); err != nil {
+		asking, cancel := context.WithTimeoutCause(ctx, l.cfg.patience(), errSilentBrokers) // no sign of life
+		defer cancel()
+		if err := l.learnNow(asking, missing); err != nil {
 			return nil, err
 		}
 	}
@@ -222,6 +195,7 @@ func (l *deadLook) moved(rows []deadRow) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.moves++
+	l.rounds.Store(0)
 	dead := maps.Clone(l.withDead)
 	for _, r := range rows {
 		dead[r.row.topic] = true

@@ -170,3 +170,23 @@ const (
 	HoldingSQL       = holdingSQL
 	MoveToDeadSQL    = moveToDeadSQL
 )
+
+// LooksAtDeadRows polls dead rows some times, lets rows become dead, and polls as often again.
+func (r *Relay) LooksAtDeadRows(ctx context.Context, rounds int, between func()) error {
+	l, err := r.acquire(ctx, 0)
+	if err != nil {
+		return err
+	}
+	defer r.giveBack(ctx, l)
+	look := newPublisher(r, l).dead.look
+	for range 2 {
+		for range rounds {
+			if _, err := look.round(ctx); err != nil {
+				return err
+			}
+		}
+		between()
+		look.moved(nil)
+	}
+	return nil
+}

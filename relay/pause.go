@@ -182,6 +182,7 @@ func (p *publisher) followPauses(work, ctx context.Context) error {
 		return err
 	}
 	p.lease.obeys.Store(now)
+	p.dead.look.rounds.Store(0)
 	return nil
 }
 

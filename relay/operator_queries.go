@@ -79,26 +79,24 @@ SELECT $1, s.shard, $2, $3, $4, $5 FROM generate_series(0, $2::int - 1) AS s (sh
 
 // beginChainsSQL continues the chain of each shard that there was or will be, with the next number: a
 // holder that does not know about the change finds it taken. Shards that go away get an end. The others
-// get tick 0 and the floor $4, from which the next holder recovers: see Relay.begin.
+// get tick 0 and the floor $4, from which the next holder recovers: see Relay.begin. Nothing else stays.
 const beginChainsSQL = `-- relay.begin_chains
 WITH newest AS (
   SELECT DISTINCT ON (shard) shard, n, journal_offset FROM effectonce.outbox_advances WHERE relay = $1 ORDER BY shard, n DESC
+), before AS (
+  DELETE FROM effectonce.outbox_advances WHERE relay = $1
 )
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published, journal_offset)
 SELECT $1, s.shard, coalesce(n.n, 0) + 1, CASE WHEN s.shard < $2 THEN $3::bigint ELSE -1 END, 0, NULL, 0, $4,
   CASE s.shard WHEN 0 THEN $5::bigint ELSE 0 END, n.journal_offset
 FROM (SELECT shard FROM newest UNION SELECT g.shard FROM generate_series(0, $2::int - 1) AS g (shard)) AS s LEFT JOIN newest n USING (shard)`
 
-const clearChainsSQL = `-- relay.clear_chains
-DELETE FROM effectonce.outbox_advances a WHERE a.relay = $1
-  AND EXISTS (SELECT FROM effectonce.outbox_advances newer WHERE newer.relay = a.relay AND newer.shard = a.shard AND newer.n > a.n)`
-
 const setShardsSQL = `-- relay.set_shards
-UPDATE effectonce.outbox_relays SET shards = $2 WHERE relay = $1`
-
-const noteShardsSQL = `-- relay.note_shards
-INSERT INTO effectonce.operator_actions (who, what, why, subject)
-VALUES ($4, 'relay.shards', $5, pg_catalog.jsonb_build_object('relay', $1::text, 'before', $2::smallint, 'shards', $3::smallint))`
+WITH noted AS (
+  INSERT INTO effectonce.operator_actions (who, what, why, subject)
+  VALUES ($4, 'relay.shards', $5, pg_catalog.jsonb_build_object('relay', $1::text, 'before', $2::smallint, 'shards', $3::smallint))
+)
+UPDATE effectonce.outbox_relays SET shards = $3 WHERE relay = $1`
 
 // noteRepairSQL and the statements after it: see Repair.
 const noteRepairSQL = `-- relay.note_repair

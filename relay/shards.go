@@ -67,10 +67,8 @@ func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int1
 			batch.Queue(in(dropShardsSQL), by.Relay)
 			batch.Queue(in(beginShardsSQL), by.Relay, shards, epoch, system, timeline)
 			batch.Queue(in(beginChainsSQL), by.Relay, shards, epoch, floor, published)
-			batch.Queue(in(clearChainsSQL), by.Relay)
 		}
-		batch.Queue(in(setShardsSQL), by.Relay, shards)
-		batch.Queue(in(noteShardsSQL), by.Relay, before, shards, by.Who, by.Why)
+		batch.Queue(in(setShardsSQL), by.Relay, before, shards, by.Who, by.Why)
 		return tx.SendBatch(ctx, batch).Close()
 	})
 	if pgerr.Is(err, pgerr.UniqueViolation) { // an old holder wrote progress meanwhile

@@ -71,24 +71,10 @@ var errPaused = errors.New("the topic is paused: its rows are published when it 
 
 var errBehind = errors.New("an earlier row of this key is dead")
 
-// blocked is why a row cannot be published to a Kafka topic.
-type blocked struct {
-	topic string
-	cause error
-}
-
-func (b *blocked) Error() string { return b.cause.Error() }
-func (b *blocked) Unwrap() error { return b.cause }
-
 // give moves a row to dead and marks the rest of its key as held. A row without a key has no order
 // to keep.
 func (a *attempt) give(r *row, reason Reason, err error) {
-	d := deadRow{row: r, reason: reason, err: bounds.ErrorText(err)}
-	var in *blocked
-	if errors.As(err, &in) {
-		d.waitsFor = in.topic
-	}
-	a.dead = append(a.dead, d)
+	a.dead = append(a.dead, deadRow{row: r, reason: reason, err: bounds.ErrorText(err)})
 	if r.key == nil || a.skip && reason.ofRow() {
 		return
 	}
@@ -173,7 +159,9 @@ func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error 
 			continue
 		}
 		if err != nil {
-			a.give(r, reason, err)
+			if a.give(r, reason, err); reason == ReasonUnknownTopic || reason == ReasonNotAuthorized {
+				a.dead[len(a.dead)-1].waitsFor = to[i].topic
+			}
 			continue
 		}
 		if made == nil {
@@ -196,9 +184,6 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 		return nil, ReasonPaused, errPaused
 	}
 	if to.none {
-		if p.cfg.Hooks.Dropped != nil {
-			p.cfg.Hooks.Dropped(r.topic)
-		}
 		return nil, "", nil
 	}
 	topic := to.topic
@@ -212,7 +197,7 @@ func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, to 
 	if p.cfg.Sink == nil {
 		bytes := (&outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}).RecordBytes()
 		if reason, err := p.topics.judge(topic, bytes); err != nil {
-			return nil, reason, &blocked{topic, err}
+			return nil, reason, err
 		}
 		if !p.topics.fits(topic, bytes) {
 			return nil, "", errLimitsChanged

@@ -130,9 +130,6 @@ type Hooks struct {
 	// slot of the outbox. It is called at each attempt with how long that has lasted; 0 means that
 	// the wait is over. Only the replica with shard 0 calls it.
 	TruncateWaits func(slot int16, waiting time.Duration)
-	// Dropped is called for a row that Config.Topic does not publish, with its topic in the outbox.
-	// It may be called several times for a row.
-	Dropped func(topic string)
 	// Away is called with the reason when this replica finds that Kafka, or the receiver of its
 	// Sink, does not take rows, and with nil when it takes rows again.
 	Away func(why error)

@@ -165,28 +165,12 @@ func (f *flight) state() flightState {
 
 // room waits until less than the limit is in flight, and returns the failure of a record.
 func (f *flight) room(ctx context.Context) error {
-	for {
-		s := f.state()
-		if s.failure != nil || s.bytes < f.bytesMax {
-			return s.failure
-		}
-		if err := f.wait(ctx, s.changed); err != nil {
-			return err
-		}
-	}
+	return f.until(ctx, func(s flightState) bool { return s.bytes < f.bytesMax })
 }
 
 // settled waits until nothing is in flight.
 func (f *flight) settled(ctx context.Context) error {
-	for {
-		s := f.state()
-		if s.failure != nil || s.pages == 0 {
-			return s.failure
-		}
-		if err := f.wait(ctx, s.changed); err != nil {
-			return fmt.Errorf("%d pages are not acknowledged; they are published again: %w", s.pages, err)
-		}
-	}
+	return f.until(ctx, func(s flightState) bool { return s.pages == 0 })
 }
 
 // unacknowledged is how long rows, or requests, wait for the brokers; 0: there are none.
@@ -202,18 +186,19 @@ func (f *flight) unacknowledged() time.Duration {
 // signOfLifeEvery is how often a wait for acknowledgements gives a sign of life.
 const signOfLifeEvery = time.Second
 
-// wait waits for an acknowledgement. While none comes, the member reports that: see inspectWorkers.
-func (f *flight) wait(ctx context.Context, changed <-chan struct{}) error {
-	timer := time.NewTicker(signOfLifeEvery)
-	defer timer.Stop()
+// until waits for acknowledgements. While none comes, the member reports that: see inspectWorkers.
+func (f *flight) until(ctx context.Context, over func(flightState) bool) error {
 	for {
+		s := f.state()
+		if s.failure != nil || over(s) {
+			return s.failure
+		}
 		f.waits()
 		select {
-		case <-changed:
-			return nil
+		case <-s.changed:
 		case <-ctx.Done():
-			return ctx.Err()
-		case <-timer.C:
+			return fmt.Errorf("%d pages are not acknowledged; they are published again: %w", s.pages, ctx.Err())
+		case <-time.After(signOfLifeEvery):
 		}
 	}
 }

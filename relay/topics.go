@@ -138,15 +138,12 @@ func (p *publisher) learnNow(ctx context.Context, names []string) error {
 	if p.cfg.Sink != nil {
 		return nil
 	}
-	found, err := p.topics.ask(ctx, p.client, names)
+	answers, err := askMetadata(ctx, p.client, names)
 	if err != nil {
-		return fromOutlet(err)
+		return fromOutlet(fmt.Errorf("ask Kafka for topics %q: %w", names, err))
 	}
-	p.topics.mu.Lock()
-	defer p.topics.mu.Unlock()
-	for name, s := range found {
-		s.asked = time.Now()
-		p.topics.known[name] = s
+	for _, name := range names {
+		s := p.topics.learned(name, answers[name])
 		const text = "Kafka does not let the relay use a topic: its rows wait in outbox_dead and are published automatically when the right is granted"
 		switch { //nolint:staticcheck // a switch of s.reason would have to name all reasons
 		case s.reason == ReasonNotAuthorized:
@@ -158,32 +155,12 @@ func (p *publisher) learnNow(ctx context.Context, names []string) error {
 	return nil
 }
 
-// ask requests information about topics from the brokers. It waits while no broker answers. A
-// refusal, or an unclear answer, concerns one topic and stops no other.
-func (t *topics) ask(ctx context.Context, client *kgo.Client, names []string) (map[string]topicState, error) {
-	answers, err := askMetadata(ctx, client, names)
-	if err != nil {
-		return nil, fmt.Errorf("ask Kafka for topics %q: %w", names, err)
-	}
-	found := make(map[string]topicState, len(names))
-	for _, name := range names {
-		found[name] = t.state(name, answers[name])
-	}
-	return found, nil
-}
-
-// mayCreate reports whether the caller's options let brokers create topics that are asked for.
-func mayCreate(client *kgo.Client) bool {
-	may, ok := client.OptValue(kgo.AllowAutoTopicCreation).(bool)
-	return ok && may
-}
-
 // askMetadata sends one request. Listing with the administrative client would fail as a whole for
 // one topic that is not allowed.
 func askMetadata(ctx context.Context, client *kgo.Client, names []string) (map[string]*kmsg.MetadataResponseTopic, error) {
 	request := kmsg.NewPtrMetadataRequest()
 	request.IncludeTopicAuthorizedOperations = true
-	request.AllowAutoTopicCreation = mayCreate(client)
+	request.AllowAutoTopicCreation, _ = client.OptValue(kgo.AllowAutoTopicCreation).(bool)
 	for _, name := range names {
 		topic := kmsg.NewMetadataRequestTopic()
 		topic.Topic = kmsg.StringPtr(name)
@@ -202,8 +179,11 @@ func askMetadata(ctx context.Context, client *kgo.Client, names []string) (map[s
 	return found, nil
 }
 
-// state interprets an answer.
-func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topicState) {
+// learned interprets an answer, and remembers it.
+func (t *topics) learned(name string, answer *kmsg.MetadataResponseTopic) (s topicState) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	defer func() { s.asked = time.Now(); t.known[name] = s }()
 	s = topicState{fresh: topicMaxAge}
 	var err error = kerr.UnknownTopicOrPartition
 	if answer != nil {
@@ -219,8 +199,7 @@ func (t *topics) state(name string, answer *kmsg.MetadataResponseTopic) (s topic
 	case errors.Is(err, kerr.UnknownTopicOrPartition), errors.Is(err, kerr.UnknownTopicID), errors.Is(err, kerr.InvalidTopicException):
 		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published automatically (brokers create no topic by themselves for the relay, unless its options have kgo.AllowAutoTopicCreation)", name)
 	default:
-		known, _ := t.get(name)
-		if !known.asked.IsZero() && known.reason == "" {
+		if known, met := t.known[name]; met && known.reason == "" {
 			known.fresh = unclearAge // the client has its partitions
 			return known
 		}

@@ -23,8 +23,7 @@ type member struct {
 	*Relay
 	workers  map[int16]*worker
 	troubles map[int16]*trouble // of shards, until the work on them succeeds
-	pruned   time.Time          // when old ticks were last removed
-	tidied   time.Time          // when slots were last checked
+	tidied   time.Time          // when old ticks were last removed, and slots checked
 
 	replaced       bool // other replicas share all shards
 	unacknowledged bool // a worker waits for acknowledgements
@@ -171,7 +170,6 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	// Limited, because the leases must be renewed.
 	upkeep, cancel := context.WithTimeout(ctx, m.cfg.Lease/2)
 	defer cancel()
-	m.prune(upkeep)
 	m.tidy(upkeep)
 	return nil
 }
@@ -376,25 +374,6 @@ func (m *member) back(ctx context.Context, shard int16, err error) {
 		m.cfg.Hooks.Interrupted(err)
 	}
 }
-
-// prune removes ticks that no progress refers to, every pruneEvery.
-func (m *member) prune(ctx context.Context) {
-	if m.workers[0] == nil || time.Since(m.pruned) < pruneEvery {
-		return
-	}
-	tag, err := m.pool.Exec(ctx, m.sql.of(pruneSQL), pruneRowsMax)
-	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		m.say.warn(ctx, "old ticks could not be removed", "error", err)
-	}
-	if err != nil || tag.RowsAffected() < pruneRowsMax { // else the next step continues
-		m.pruned = time.Now()
-	}
-}
-
-const (
-	pruneEvery   = time.Minute
-	pruneRowsMax = 10_000
-)
 
 // leave removes the replica from the list, so that the others need not wait for it. ended: it publishes
 // nothing any more.

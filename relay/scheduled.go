@@ -50,7 +50,7 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	if millis > 0 {
 		return time.Duration(millis) * time.Millisecond, nil
 	}
-	after, all, rows := beforeAll, 0, promoteRowsMax
+	after, rows := beforeAll, promoteRowsMax
 	for {
 		page, err := r.promotePage(ctx, after, rows)
 		if ofRows(err) && rows > 1 {
@@ -66,10 +66,7 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 		if err != nil {
 			return 0, fmt.Errorf("move messages that are due: %w", err)
 		}
-		all += page.moved
 		switch {
-		case page.found < rows && all == 0:
-			return promoteEvery, nil // another session is cancelling or moving them
 		case page.found < rows:
 			return promotePause, nil
 		case page.moved < (rows+1)/2:

@@ -19,7 +19,9 @@ const (
 	slotBytesMax = 256 << 20
 	slotLockMax  = 20 * time.Millisecond
 	slotIdleMax  = 3 * time.Second
-	// pruneDiscardedMax bounds the rows of outbox_dead that are forgotten at a time.
+	// pruneTicksMax and pruneDiscardedMax bound the ticks, and the rows of outbox_dead, that are forgotten at
+	// a time.
+	pruneTicksMax     = 20_000
 	pruneDiscardedMax = 5000
 )
 
@@ -32,7 +34,8 @@ type slot struct {
 	kept    bool // its rows have been kept for as long as Keep requires
 }
 
-// tidy turns to the next slot, and truncates slots whose rows are published by all relays. The
+// tidy forgets ticks that no progress refers to, turns to the next slot, and truncates slots whose rows are
+// published by all relays. The
 // replica with shard 0 does it. Two replicas that both believe to have shard 0 do no harm: each
 // step decides by its own locks.
 func (m *member) tidy(ctx context.Context) {
@@ -55,6 +58,9 @@ func (m *member) tidy(ctx context.Context) {
 }
 
 func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
+	if _, err := r.pool.Exec(ctx, r.sql.of(pruneSQL), pruneTicksMax); err != nil {
+		return fmt.Errorf("forget old ticks: %w", err)
+	}
 	rows, err := r.pool.Query(ctx, r.sql.of(slotsSQL), r.cfg.Keep, slotBytesMax)
 	if err != nil {
 		return fmt.Errorf("read the slots: %w", err)
@@ -95,20 +101,20 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 // second attempt in a row on: a short one is not worth a line.
 func (r *Relay) truncateWaits(ctx context.Context, slot int16, locked bool) {
 	since, waits := r.slotWaits[slot]
+	if !waits && locked {
+		r.slotWaits[slot] = time.Now()
+	}
+	if !waits {
+		return
+	}
 	text := fmt.Sprintf("published rows of slot %d cannot be removed: a transaction holds a lock on it; the outbox grows until that transaction ends; nothing else waits; outbox-relay doctor names its session", slot)
 	var waited time.Duration
-	switch {
-	case waits && locked:
+	if locked {
 		waited = time.Since(since)
 		r.say.warn(ctx, text, "relay", r.cfg.Name)
-	case waits:
+	} else {
 		delete(r.slotWaits, slot)
 		r.say.over(ctx, text, "published rows no longer wait for a lock", "relay", r.cfg.Name, "slot", slot)
-	default:
-		if locked {
-			r.slotWaits[slot] = time.Now()
-		}
-		return
 	}
 	if r.cfg.Hooks.TruncateWaits != nil {
 		r.cfg.Hooks.TruncateWaits(slot, waited)

@@ -189,14 +189,11 @@ func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]int64, 
 	if len(names) == 0 {
 		return found, nil
 	}
-	var at int
-	err := d.ask(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
-			found[topicKey{names[at-1], string(keys[at-1])}] = ofEarlierPage
-			return nil
-		})
-		return err
-	}, d.sql.of(holdingSQL), d.cfg.Name, names, keys, d.cfg.SkipDead)
+	var at []int
+	err := d.ask(ctx, all(&at), d.sql.of(holdingSQL), d.cfg.Name, names, keys, d.cfg.SkipDead)
+	for _, i := range at {
+		found[topicKey{names[i-1], string(keys[i-1])}] = ofEarlierPage
+	}
 	return found, err
 }
 
@@ -214,14 +211,14 @@ func (d *deadRows) notOwned(ctx context.Context, rows []row) ([]row, error) {
 	if len(numbers) == 0 {
 		return rows, nil
 	}
-	owned := map[int]bool{}
-	var at int
-	err := d.ask(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&at}, func() error { owned[places[at-1]] = true; return nil })
-		return err
-	}, d.sql.of(ownedSQL), d.cfg.Name, numbers, ids)
-	if err != nil || len(owned) == 0 {
+	var at []int
+	err := d.ask(ctx, all(&at), d.sql.of(ownedSQL), d.cfg.Name, numbers, ids)
+	if err != nil || len(at) == 0 {
 		return rows, err
+	}
+	owned := map[int]bool{}
+	for _, i := range at {
+		owned[places[i-1]] = true
 	}
 	var others []row
 	for i := range rows {
@@ -230,6 +227,15 @@ func (d *deadRows) notOwned(ctx context.Context, rows []row) ([]row, error) {
 		}
 	}
 	return others, nil
+}
+
+// one reads the value that a statement returns, and all reads those of its rows.
+func one[T any](into *T) func(pgx.Rows) error {
+	return func(rows pgx.Rows) (err error) { *into, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[T]); return err }
+}
+
+func all[T any](into *[]T) func(pgx.Rows) error {
+	return func(rows pgx.Rows) (err error) { *into, err = pgx.CollectRows(rows, pgx.RowTo[T]); return err }
 }
 
 // ask sends a statement on dead rows after its settings, in one round trip and one transaction. The
@@ -291,24 +297,21 @@ func (p *publisher) moveToDead(ctx context.Context, dead []deadRow, end cursor) 
 
 // storeDead stores progress together with the dead rows up to there, all or nothing. A row in
 // outbox_dead must be behind the cursor; otherwise it would also be read from the outbox. A holder
-// that lost its shard adds no dead rows, because of the chain. The worker's goroutine calls this,
-// which also notes what a poll saw: that is before this transaction has an id, as seqSafe needs.
+// that lost its shard adds no dead rows, because of the chain.
 func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, rows int64, journal *int64) error {
-	var seq int64
-	err := p.transact(ctx, func(tx pgx.Tx) (err error) {
+	err := p.transact(ctx, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, p.sql.of(deadSettingsSQL), p.lease.cluster.run); err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, p.sql.of(moveToDeadSQL), p.cfg.Name, dead.seqs, dead.reasons, dead.errs, dead.waits, dead.state); err != nil {
 			return err
 		}
-		seq, err = p.progress.insert(ctx, tx, end, rows, journal)
-		return err
+		return p.progress.insert(ctx, tx, end, rows, journal)
 	})
 	if err != nil {
 		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead.seqs), err)
 	}
-	p.progress.committed(end, rows, seq)
+	p.progress.committed(end, rows)
 	return nil
 }
 
@@ -378,10 +381,7 @@ func (d *deadRows) remove(ctx context.Context, published, discarded []int64) err
 // change executes a statement that depends on the lease.
 func (d *deadRows) change(ctx context.Context, sql string, args ...any) error {
 	mine := false
-	err := d.ask(ctx, func(rows pgx.Rows) (err error) {
-		mine, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
-		return err
-	}, sql, append([]any{d.cfg.Name, d.lease.shard, d.lease.epoch, d.lease.cluster.run, d.cfg.SkipDead}, args...)...)
+	err := d.ask(ctx, one(&mine), sql, append([]any{d.cfg.Name, d.lease.shard, d.lease.epoch, d.lease.cluster.run, d.cfg.SkipDead}, args...)...)
 	if err == nil && !mine {
 		err = errLeaseLost
 	}

@@ -54,11 +54,7 @@ func (l *deadLook) begin(ctx context.Context) error {
 	if err := l.readTopics(ctx); err != nil {
 		return err
 	}
-	err := l.ask(ctx, func(rows pgx.Rows) (err error) {
-		l.dead.last, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
-		return err
-	}, l.sql.of(lastDeadSQL), l.cfg.Name)
-	if err != nil {
+	if err := l.ask(ctx, one(&l.dead.last), l.sql.of(lastDeadSQL), l.cfg.Name); err != nil {
 		return err
 	}
 	l.found.Store(len(l.topicsNow()) > 0)
@@ -93,10 +89,7 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 		}
 	}
 	begun, found := time.Now(), false
-	err = l.ask(ctx, func(rows pgx.Rows) error {
-		found, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
-		return err
-	}, l.sql.of(releasedSQL), l.cfg.Name, l.lease.shards, l.lease.shard, l.cfg.SkipDead)
+	err = l.ask(ctx, one(&found), l.sql.of(releasedSQL), l.cfg.Name, l.lease.shards, l.lease.shard, l.cfg.SkipDead)
 	if found {
 		l.found.Store(true)
 	}
@@ -109,10 +102,7 @@ func (l *deadLook) handBack(ctx context.Context) (more bool, err error) {
 	ready, err := l.ready(ctx)
 	for i := 0; i < len(ready) && err == nil; i++ {
 		w, n := ready[i], 0
-		err = l.ask(ctx, func(rows pgx.Rows) (err error) {
-			n, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
-			return err
-		}, l.sql.of(retryTopicSQL), l.cfg.Name, w.topic, w.reason, w.name, handBackMax, l.lease.shards, l.lease.shard)
+		err = l.ask(ctx, one(&n), l.sql.of(retryTopicSQL), l.cfg.Name, w.topic, w.reason, w.name, handBackMax, l.lease.shards, l.lease.shard)
 		if n > 0 {
 			l.found.Store(true)
 		}
@@ -131,13 +121,13 @@ func (l *deadLook) readTopics(ctx context.Context) error {
 	l.mu.Lock()
 	moves := l.moves
 	l.mu.Unlock()
-	topics, name := map[string]bool{}, ""
-	err := l.ask(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&name}, func() error { topics[name] = true; return nil })
+	var names []string
+	if err := l.ask(ctx, all(&names), l.sql.of(deadTopicsSQL), l.cfg.Name); err != nil {
 		return err
-	}, l.sql.of(deadTopicsSQL), l.cfg.Name)
-	if err != nil {
-		return err
+	}
+	topics := map[string]bool{}
+	for _, name := range names {
+		topics[name] = true
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()

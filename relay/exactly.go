@@ -35,7 +35,7 @@ type toTransactions struct {
 // begin fences the previous publisher of this shard, aborts its open transaction, and continues
 // from the last committed progress.
 func (t *toTransactions) begin(ctx context.Context) error {
-	t.journal, t.rows, t.at = t.newJournal(), t.lease.stored.published, t.lease.cursor
+	t.journal, t.rows, t.at = t.newJournal(), t.lease.published, t.lease.cursor
 	if err := t.beginTransactions(ctx); err != nil {
 		return err
 	}
@@ -88,7 +88,7 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 			"relay", t.cfg.Name, "shard", t.lease.shard)
 		return nil
 	}
-	rows := found.Published - t.lease.stored.published
+	rows := found.Published - t.lease.published
 	t.cfg.Logger.InfoContext(ctx, "progress is taken from Kafka, which is ahead of the database's copy", "relay", t.cfg.Name, "shard", t.lease.shard, "rows", rows)
 	t.at, t.rows = at, found.Published
 	t.reader.from(at)
@@ -217,11 +217,7 @@ func (t *toTransactions) finish(work, ctx context.Context) error {
 	if err := t.commit(work, ctx); err != nil {
 		return err
 	}
-	t.progress.storing.Lock()
-	defer t.progress.storing.Unlock()
-	ctx, cancel := t.storing(ctx) // an interrupted write would block the next one
-	defer cancel()
-	return t.copy(ctx)
+	return t.store(ctx)
 }
 
 // open begins a transaction unless one is open.

@@ -34,7 +34,7 @@ func PollEvery(r *Relay, pause time.Duration) { r.cfg.PollMin, r.cfg.PollMax = p
 
 // TidyUp is a run of the upkeep of slots.
 func (r *Relay) TidyUp(ctx context.Context) error {
-	here, err := r.askCluster(ctx)
+	here, _, err := r.askCluster(ctx)
 	if err != nil {
 		return err
 	}
@@ -116,7 +116,7 @@ func (r *Relay) StoresElsewhere(ctx context.Context) error {
 
 // HasSeen lets this process have published on another timeline of this cluster.
 func (r *Relay) HasSeen(ctx context.Context, later int32) error {
-	c, err := r.askCluster(ctx)
+	c, _, err := r.askCluster(ctx)
 	if err != nil {
 		return err
 	}

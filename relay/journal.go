@@ -150,10 +150,10 @@ func (e *entry) after(l *lease) bool {
 	if deref(e.System) != deref(l.cluster.system) {
 		return false
 	}
-	if e.Epoch != l.stored.epoch {
-		return e.Epoch > l.stored.epoch
+	if e.Epoch != l.made {
+		return e.Epoch > l.made
 	}
-	return e.Published > l.stored.published
+	return e.Published > l.published
 }
 
 func (e *entry) cursor() (c cursor, err error) {

@@ -31,11 +31,12 @@ type lease struct {
 	// Stored progress, and its number in the chain: see progress. Rows of the chain up to cleared
 	// were deleted under this lease.
 	cursor     cursor
-	stored     progressed
+	made       int64 // the epoch under which it was stored
+	published  int64 // how many rows it covers
 	n, cleared int64
 	journal    *int64 // offset of the progress record that stored progress is a copy of
 	cluster    cluster
-	// seq was the last number assigned before the statement that took the lease: see progress.
+	// seq was the last number assigned before the statement that took the lease: see passing.
 	seq int64
 	// trusted is when this process stops trusting its lease, by its own monotonic clock. It counts
 	// from before the statement that took or renewed the lease, and ends a tenth early, so it ends
@@ -44,11 +45,6 @@ type lease struct {
 	// obeys is the pauses that the worker obeys: everything that it has in flight was sorted under this
 	// set. Only the worker's own goroutine, the one that sorts pages, stores it.
 	obeys atomic.Pointer[pausedSet]
-}
-
-// progressed is the epoch under which progress was stored last, and how many rows it covers.
-type progressed struct {
-	epoch, published int64
 }
 
 func (l *lease) trust(asked time.Time, length time.Duration) {
@@ -69,24 +65,24 @@ func (l *lease) watch(ctx context.Context) error {
 	return nil
 }
 
-// askCluster leaves out what some hosted databases do not show. Only a refusal counts as that. A
+// askCluster returns the cluster, and the last number that the outbox's sequence assigned. It leaves out what some hosted databases do not show. Only a refusal counts as that. A
 // connection that a failover broke does not count, since the next statement may reach the new
 // primary.
-func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
+func (r *Relay) askCluster(ctx context.Context) (c cluster, seq int64, err error) {
 	if err := r.pool.QueryRow(ctx, clusterSQL).Scan(&c.system, &c.timeline); err != nil {
 		if !hidden(err) {
-			return c, fmt.Errorf("read the cluster's identity: %w", err)
+			return c, 0, fmt.Errorf("read the cluster's identity: %w", err)
 		}
 		r.say.warn(ctx, "the cluster's identity is unknown: a restore into another cluster, or an old primary, will not be noticed", "error", err)
 		c = cluster{}
 	}
-	if err := r.pool.QueryRow(ctx, r.sql.of(runSQL)).Scan(&c.run); err != nil {
-		return c, fmt.Errorf("read the server's run: %w", err)
+	if err := r.pool.QueryRow(ctx, r.sql.of(seqSQL)).Scan(&c.run, &c.database, &seq); err != nil {
+		return c, 0, fmt.Errorf("read the server's run, and the outbox's sequence: %w", err)
 	}
 	if timeline, _, _ := strings.Cut(c.run, "/"); c.timeline != nil && timeline != "" && timeline != fmt.Sprintf("%08X", *c.timeline) {
-		return c, errAnotherRun // two connections, two servers
+		return c, 0, errAnotherRun // two connections, two servers
 	}
-	return c, nil
+	return c, seq, nil
 }
 
 // hidden reports whether the database does not have a function, or does not allow it.
@@ -101,7 +97,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	defer cancel()
 	l := &lease{shard: shard}
 	var err error
-	if l.cluster, err = r.askCluster(asking); err != nil {
+	if l.cluster, l.seq, err = r.askCluster(asking); err != nil {
 		return nil, err
 	}
 	// An old primary's own progress does not show that a later primary exists; this process may
@@ -115,13 +111,6 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	if err := r.checkSequences(ctx); err != nil {
 		return nil, err
 	}
-	var same bool
-	if err := r.pool.QueryRow(asking, r.sql.of(seqSQL), l.cluster.run).Scan(&l.seq, &l.cluster.database, &same); err != nil {
-		return nil, fmt.Errorf("read the outbox's sequence: %w", err)
-	}
-	if !same {
-		return nil, errAnotherRun
-	}
 	// A session that has the row locked must not keep this replica from renewing the leases that it
 	// holds.
 	taking, stop := r.answered(ctx, r.takeMax())
@@ -131,7 +120,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var to *int64
 	var known cluster
 	err = r.pool.QueryRow(taking, r.sql.of(acquireSQL), l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
-		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published, &l.n, &l.journal)
+		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.made, &l.published, &l.n, &l.journal)
 	if errors.Is(err, pgx.ErrNoRows) || pgerr.Is(err, pgerr.UniqueViolation) { // the previous holder wrote progress concurrently: the next poll finds it
 		return nil, nil //nolint:nilnil // no lease is not an error
 	}

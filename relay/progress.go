@@ -19,13 +19,20 @@ import (
 // next holder of the shard also began with a number, so the insert of a holder without its lease
 // finds its number taken. Nothing is updated: an old snapshot in the database, which keeps dead
 // versions, makes no write slower.
-//
-// # Which rows a snapshot has passed: seqSafe
-//
-// A batch is the rows that became visible between two snapshots. A row is found by its seq or by
-// its transaction. For that each tick has a number seqLast, up to which every row has a transaction
-// id *below the snapshot's xmax*: such a transaction has ended in the snapshot, or it is in the
-// snapshot's list of open ones. The last value of the sequence at the time of the snapshot would be
+type progress struct {
+	*Relay
+	lease *lease
+
+	storing sync.Mutex // one write at a time: an older write must not follow a newer one
+	rows    int64      // rows whose progress this value has stored
+
+	seqRead atomic.Int64 // the last number that a poll saw
+}
+
+// passing finds the seqLast of ticks. A batch is the rows that became visible between two snapshots. A row
+// is found by its seq or by its transaction. For that each tick has a number seqLast, up to which every row
+// has a transaction id *below the snapshot's xmax*: such a transaction has ended in the snapshot, or it is
+// in the snapshot's list of open ones. The last value of the sequence at the time of the snapshot would be
 // wrong:
 //
 //	transaction 100 gets its id, and seq 7                 (last value: 7)
@@ -34,35 +41,17 @@ import (
 //	With seqLast = 7 the next poll would search seq > 7 and the listed transactions:
 //	row 7 would be lost.
 //
-// So seqLast is a number that was read *before* an event that is known to have ended: one of our
-// transactions that wrote, and therefore got an id, and committed. Row 7 got its transaction id
-// before its seq (outbox.txid is the first column with a default). So it got the id before the
-// sequence returned 7, and before our transaction got its id, which is therefore larger than 100.
-// Once our transaction has ended, each new snapshot has an xmax above it. Writing progress is such
-// a transaction, and taking the lease is one, too. seqRead is what the last poll saw; seqSafe is
-// what seqRead was before the last write.
-//
-// Writes of other sessions also serve, and are more frequent. A poll reads the sequence, and then
-// the next transaction id. Each row up to that number got its transaction id before, so it has a
-// smaller id. Any snapshot whose xmax has reached that id is valid. In the example: 7, and then
-// 101. See passing.
-type progress struct {
-	*Relay
-	lease *lease
-
-	storing sync.Mutex // one write at a time: an older write must not follow a newer one
-	rows    int64      // rows whose progress this value has stored
-
-	seqRead, seqSafe atomic.Int64
-}
-
-// passing holds numbers of the sequence that no snapshot is known to have passed yet, in order.
-// Each has the transaction id that was the next one when the number was known.
+// So a poll reads the sequence, and then the next transaction id. Row 7 got its transaction id before its
+// seq (outbox.txid is the first column with a default), so that id is smaller. A later snapshot whose xmax
+// has reached the next id has passed the number. In the example: 7, and then 101. Writes of progress are
+// transactions, too, so the numbers are passed soon. The transaction that takes the lease passes what was
+// read before it.
 type passing struct {
-	waiting []numbered
-	safe    int64 // the largest number that was passed
+	waiting []numbered // numbers that no snapshot is known to have passed yet, in order
+	safe    int64      // the largest number that was passed
 }
 
+// numbered is a number, and the transaction id that was the next one when the number was known.
 type numbered struct {
 	seq  int64
 	next uint64
@@ -94,7 +83,6 @@ func (p *passing) below(xmax uint64) int64 {
 
 func newProgress(r *Relay, l *lease) *progress {
 	p := &progress{Relay: r, lease: l}
-	p.seqSafe.Store(l.seq)
 	p.seqRead.Store(l.seq)
 	return p
 }
@@ -104,9 +92,9 @@ func (p *progress) store(ctx context.Context, end cursor, rows int64, journal *i
 	if err := p.ticks(ctx, end); err != nil {
 		return err
 	}
-	seq, err := p.insert(ctx, p.pool, end, rows, journal)
+	err := p.insert(ctx, p.pool, end, rows, journal)
 	if err == nil {
-		p.committed(end, rows, seq)
+		p.committed(end, rows)
 	}
 	return err
 }
@@ -117,32 +105,30 @@ func (p *progress) ticks(ctx context.Context, end cursor) error {
 	return errors.Join(p.storeTick(ctx, p.pool, end.from), p.storeTick(ctx, p.pool, end.to))
 }
 
-// insert adds the next row of the chain, and returns what the last poll saw. If db is a transaction, the
-// caller calls committed after its commit.
-func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) (seq int64, err error) {
-	seq = p.seqRead.Load()
+// insert adds the next row of the chain. If db is a transaction, the caller calls committed after its
+// commit.
+func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) error {
 	var to *int64
 	var token *string
 	if end.to != nil {
 		to, token = &end.to.id, &end.to.token
 	}
 	tag, err := db.Exec(ctx, p.sql.of(advanceSQL), p.lease.cluster.run, p.cfg.Name, p.lease.shard, p.lease.n+1, p.lease.epoch,
-		end.from.id, to, end.seq, end.floor, p.lease.stored.published+rows, journal, end.from.token, token)
+		end.from.id, to, end.seq, end.floor, p.lease.published+rows, journal, end.from.token, token)
 	switch {
 	case pgerr.Is(err, pgerr.UniqueViolation):
-		return 0, errLeaseLost
+		return errLeaseLost
 	case err != nil:
-		return 0, fmt.Errorf("store progress: %w", err)
+		return fmt.Errorf("store progress: %w", err)
 	case tag.RowsAffected() == 0:
-		return 0, errAnotherRun
+		return errAnotherRun
 	}
-	return seq, nil
+	return nil
 }
 
-func (p *progress) committed(end cursor, rows, seq int64) {
+func (p *progress) committed(end cursor, rows int64) {
 	p.lease.n++
-	p.lease.cursor, p.lease.stored = end, progressed{epoch: p.lease.epoch, published: p.lease.stored.published + rows}
-	p.seqSafe.Store(seq)
+	p.lease.cursor, p.lease.made, p.lease.published = end, p.lease.epoch, p.lease.published+rows
 	p.rows += rows
 	if p.cfg.Hooks.Published != nil && rows > 0 {
 		p.cfg.Hooks.Published(rows)

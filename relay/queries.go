@@ -201,11 +201,8 @@ const lastSeq = `coalesce(pg_catalog.pg_sequence_last_value('effectonce.outbox_s
 
 // seqSQL fails if the role may not read the sequence; lastSeq alone would not report that.
 const seqSQL = `-- relay.seq
-SELECT ` + lastSeq + `, current_database()::text, ` + here + `
-FROM effectonce.outbox_seq_seq`
-
-const primarySQL = `-- relay.primary
-SELECT NOT pg_is_in_recovery()`
+SELECT ` + serverRun + `, current_database()::text, ` + lastSeq + `
+FROM effectonce.outbox_seq_seq WHERE NOT pg_is_in_recovery()`
 
 // fetchSQL reads, in seq order, the rows that became visible between the tick behind the cursor and
 // the tick before it. $2 divides the rows. A row with a seq above the earlier tick's seq_last is
@@ -222,7 +219,7 @@ SELECT NOT pg_is_in_recovery()`
 // $5 is the later tick while a batch takes several pages, so that each page reads the same batch.
 // Null reads up to now, and the statement's own snapshot, which is returned with the rows, becomes
 // the tick. The sequence is read after the snapshot was taken, and the next transaction id after
-// that: see progress.
+// that: see passing.
 //
 // $1 is the run of the server that the lease was taken on: see here. The snapshots are computed
 // once, in now. In the conditions they would be computed for each row.

@@ -27,11 +27,10 @@ type reader struct {
 	pace  pace
 
 	// State of the last page. Only the read under way uses it.
-	lastPageSmall           bool
-	fastRoundTrip           bool
-	limitBySize             bool // large rows were met
-	rowsBefore, arenaBefore int
-	passing                 passing
+	lastPageSmall bool
+	fastRoundTrip bool
+	limitBySize   bool // large rows were met
+	passing       passing
 }
 
 // fetched is a page that was read, and where it ends.
@@ -49,7 +48,7 @@ type fetched struct {
 
 func newReader(p *publisher) *reader {
 	care := p.care(false)
-	r := &reader{publisher: p, care: care, limit: care.limit(min(100, p.cfg.PageRowsMax)), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax}}
+	r := &reader{publisher: p, care: care, limit: care.limit(min(100, p.cfg.PageRowsMax)), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax}, passing: passing{safe: p.lease.seq}}
 	r.from(p.lease.cursor)
 	return r
 }
@@ -150,7 +149,6 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 			return &page{seqLast: r.progress.seqRead.Load()}, c.from, nil
 		}
 	}
-	seqSafe := r.progress.seqSafe.Load() // before the statement's snapshot
 	read, err := r.query(ctx, c, limit)
 	if err == nil && read.deferred && len(read.rows) == 0 { // the next row is a large one
 		r.limitBySize = true
@@ -167,13 +165,12 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	}
 	r.limitBySize = read.deferred || r.limitBySize && read.large
 	r.lastPageSmall = len(read.rows) <= fewRows
-	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.flight.bytesMax/4)
-	seen, err := newTick(read.snapshot, seqSafe)
+	seen, err := newTick(read.snapshot, 0)
 	if err != nil {
 		return nil, nil, err
 	}
 	r.passing.saw(read.seqLast, seen.xmax+read.given)
-	seen.seqLast = max(seqSafe, r.passing.below(seen.xmax), c.floor) // an earlier snapshot has passed everything up to the floor
+	seen.seqLast = max(r.passing.below(seen.xmax), c.floor) // an earlier snapshot has passed everything up to the floor
 	seen.run = r.lease.cluster.run
 	return read, seen, nil
 }
@@ -216,7 +213,7 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if err != nil {
 		return nil, err
 	}
-	read, err := readPage(rows, extent{rows: limit, bytes: r.flight.bytesMax / 4, sized: r.limitBySize, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
+	read, err := readPage(rows, limit, r.flight.bytesMax/4)
 	if err == nil && r.limitBySize {
 		read.full = read.full || read.payloads() >= r.flight.bytesMax/4
 	}
@@ -289,18 +286,11 @@ var noHeaders = []byte("{}") //nolint:gochecknoglobals // only read
 // postgresEpoch is the zero of binary timestamps, in Unix microseconds.
 const postgresEpoch = 946684800 * 1_000_000
 
-// extent is the maximum size of a page, and the size of the previous one.
-type extent struct {
-	rows, bytes           int
-	sized                 bool // the statement is fetchSizedSQL
-	rowsBefore, arenaSize int
-}
-
-// readPage reads the rows of a result set of fetchSQL or fetchSizedSQL. After a row that passes the
-// bytes of the extent, or whose payload was not sent, it discards the rest of the result; the next page
+// readPage reads the rows of a result set of fetchSQL or fetchSizedSQL. After a row that passes
+// bytesMax, or whose payload was not sent, it discards the rest of the result; the next page
 // reads it again. Values are read in their binary form: a Scan by reflection costs more than
 // everything else here.
-func readPage(rows pgx.Rows, want extent) (*page, error) {
+func readPage(rows pgx.Rows, rowsMax, bytesMax int) (*page, error) {
 	defer rows.Close()
 	if !rows.Next() {
 		return nil, cmp.Or(rows.Err(), errors.New("the statement brought no snapshot"))
@@ -314,16 +304,15 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 	if p.given, err = strconv.ParseUint(string(v[5]), 10, 31); err != nil {
 		return nil, fmt.Errorf("transaction ids that were given out: %w", err)
 	}
-	p.rows = make([]row, 0, want.rowsBefore)
-	arena := make([]byte, 0, want.arenaSize)
+	var arena []byte
 	for last := ""; rows.Next(); {
 		v := rows.RawValues()
-		if p.deferred = v[7] != nil; p.deferred || p.bytes > want.bytes {
+		if p.deferred = v[7] != nil; p.deferred || p.bytes > bytesMax {
 			p.full = true
 			break
 		}
 		if need := len(v[3]) + len(v[4]) + len(v[5]); cap(arena)-len(arena) < need {
-			arena = make([]byte, 0, max(need, 256<<10))
+			arena = make([]byte, 0, max(need, min(2*cap(arena), 256<<10), 1<<10))
 		}
 		if string(v[2]) != last { // consecutive rows mostly have the same topic
 			last = string(v[2])
@@ -346,7 +335,7 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 	if err := rows.Err(); err != nil {
 		return nil, err
 	}
-	p.full = p.full || len(p.rows) == want.rows
+	p.full = p.full || len(p.rows) == rowsMax
 	return p, nil
 }
 

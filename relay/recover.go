@@ -47,7 +47,7 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 	}
 	err = r.stamp(ctx, l, func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, r.sql.of(rebaseSQL), r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run,
-			l.n+1, l.cursor.floor, l.stored.published)
+			l.n+1, l.cursor.floor, l.published)
 		if err == nil && tag.RowsAffected() == 0 {
 			err = errLeaseLost
 		}
@@ -57,7 +57,7 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 		return 0, fmt.Errorf("move progress to this cluster: %w", err)
 	}
 	l.n++
-	l.cursor.seq, l.stored.epoch = 0, l.epoch
+	l.cursor.seq, l.made = 0, l.epoch
 	return begin.id, nil
 }
 

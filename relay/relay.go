@@ -33,7 +33,6 @@ type Relay struct {
 	sql   *statements // see Relay.adapt
 
 	adapting sync.Mutex
-	adapted  bool
 
 	clientLog     kgo.Logger       // of the caller's options; nil: none
 	placing       kgo.Opt          // places records in the partition that their row requests
@@ -51,7 +50,7 @@ type Relay struct {
 	say           sayings
 }
 
-// ErrNotPrimary is returned by Run when the database is a standby. Rows become visible there in
+// ErrNotPrimary is returned by Run and Drain when the database is a standby. Rows become visible there in
 // another order than on the primary, and progress could not be stored. Nothing was published.
 // Remedy: connect to the primary.
 var ErrNotPrimary = errors.New("the database is a standby: connect the relay to the primary")
@@ -143,13 +142,6 @@ func (r *Relay) check(ctx context.Context) error {
 	if err := migrations.Check(ctx, r.pool, migrations.Options{Schema: r.cfg.Schema}); err != nil {
 		return err
 	}
-	var primary bool
-	if err := r.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
-		return fmt.Errorf("check whether the database is a primary: %w", err)
-	}
-	if !primary {
-		return ErrNotPrimary
-	}
 	if err := r.adapt(ctx); err != nil {
 		return err
 	}
@@ -171,19 +163,18 @@ func (r *Relay) enroll(ctx context.Context) error {
 func (r *Relay) adapt(ctx context.Context) error {
 	r.adapting.Lock()
 	defer r.adapting.Unlock()
-	if r.adapted {
-		return nil
-	}
 	var run string
 	err := r.pool.QueryRow(ctx, r.sql.of(runSQL)).Scan(&run)
-	if err != nil && !hidden(err) {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, pgx.ErrNoRows):
+		return ErrNotPrimary
+	case !hidden(err):
 		return fmt.Errorf("read the server's run: %w", err)
 	}
-	if err != nil {
-		r.say.warn(ctx, "the server's run is hidden: a crash that loses asynchronous commits while the relay runs will not be noticed", "error", err)
-		r.sql = &statements{schema: r.cfg.Schema, run: hiddenRun}
-	}
-	r.adapted = true
+	r.say.warn(ctx, "the server's run is hidden: a crash that loses asynchronous commits while the relay runs will not be noticed", "error", err)
+	r.sql = &statements{schema: r.cfg.Schema, run: hiddenRun}
 	return nil
 }
 
@@ -230,10 +221,7 @@ func (r *Relay) describe(state string, problem error, shards []int16) {
 // single-step form of Run, for tests and cron jobs. It returns ErrLeaseHeld if another replica
 // holds a shard.
 func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
-	if err := r.adapt(ctx); err != nil {
-		return 0, err
-	}
-	if err := r.enroll(ctx); err != nil {
+	if err := r.check(ctx); err != nil {
 		return 0, err
 	}
 	standing, err := r.beat(ctx, nil, r.publishing())

@@ -18,7 +18,7 @@ type tick struct {
 	stored   bool
 	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
 	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax,
-	// so its transaction has ended in the snapshot, or is in xip. See progress for how it is
+	// so its transaction has ended in the snapshot, or is in xip. See passing for how it is
 	// determined.
 	seqLast int64
 	// The snapshot's parts. xip stays text: it is only sent back.
@@ -30,30 +30,26 @@ type tick struct {
 // newTick reads a snapshot exactly as PostgreSQL writes it: a text that is read differently here and
 // there would make a batch of other rows.
 func newTick(snapshot string, seqLast int64) (*tick, error) {
-	refuse := func(what string) error {
-		return fmt.Errorf("snapshot %.100q: %s: want xmin:xmax:xip,…", snapshot, what)
-	}
+	refuse := func() (*tick, error) { return nil, fmt.Errorf("snapshot %.100q: want xmin:xmax:xip,…", snapshot) }
 	parts := strings.Split(snapshot, ":")
 	if len(parts) != 3 {
-		return nil, refuse("it has no three parts")
+		return refuse()
 	}
-	t := &tick{snapshot: snapshot, seqLast: seqLast, xip: []string{}}
-	var ok bool
-	if t.xmin, ok = parseXID(parts[0]); !ok || t.xmin == 0 {
-		return nil, refuse("xmin")
+	xmin, first := parseXID(parts[0])
+	xmax, second := parseXID(parts[1])
+	if !first || !second || xmin == 0 || xmax < xmin {
+		return refuse()
 	}
-	if t.xmax, ok = parseXID(parts[1]); !ok || t.xmax < t.xmin {
-		return nil, refuse("xmax")
-	}
+	t := &tick{snapshot: snapshot, seqLast: seqLast, xmin: xmin, xmax: xmax, xip: []string{}}
 	if parts[2] == "" {
 		return t, nil
 	}
 	t.xip = strings.Split(parts[2], ",")
-	next := t.xmin
+	next := xmin
 	for _, text := range t.xip {
 		id, ok := parseXID(text)
-		if !ok || id < next || id >= t.xmax {
-			return nil, refuse("xip")
+		if !ok || id < next || id >= xmax {
+			return refuse()
 		}
 		next = id + 1
 	}

@@ -232,10 +232,10 @@ func (t *trial) seek(ctx context.Context) (taken bool, err error) {
 
 // refusal produces a record alone. It returns why Kafka refuses it, or an error that is not about the record.
 func (t *trial) refusal(ctx context.Context, record *kgo.Record) (reason Reason, why, err error) {
-	if why = t.one(ctx, record); why == nil {
-		return "", nil, nil
+	if why = t.one(ctx, record); why != nil {
+		reason = t.note(record.Topic, why)
 	}
-	if reason = t.note(record.Topic, why); reason == "" {
+	if why != nil && reason == "" {
 		return "", nil, produceError(record.Topic, why)
 	}
 	return reason, why, nil

@@ -71,8 +71,7 @@ type Config struct {
 	Lease time.Duration
 	// PollMin is the pause between two polls of the table while rows arrive, and for 20 ms after
 	// the last row. On systems other than Linux the scheduler may lengthen it, up to a millisecond.
-	// 100 µs to 1 min, and at most PollMax;
-	// default 700 µs.
+	// 100 µs to 1 min, and at most PollMax; default 700 µs.
 	PollMin time.Duration
 	// PollMax is the longest pause on an idle outbox; pauses double up to it. 1 ms to 1 min;
 	// default 250 ms.

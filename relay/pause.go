@@ -135,11 +135,7 @@ func WithoutRows(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ..
 		return nil, err
 	}
 	rows, _ := pool.Query(ctx, migrations.InSchema(withoutRowsSQL, of.Schema), of.Relay, topics)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, fmt.Errorf("look for rows of the topics: %w", err)
-	}
-	return found, nil
+	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
 // PausedTopics lists the paused topics by name.

@@ -13,8 +13,7 @@ import (
 type pulse struct {
 	mu    sync.Mutex
 	last  time.Time
-	waits map[int]time.Time // current waits, each with its latest end
-	n     int
+	waits map[*time.Time]bool // the latest end of each current wait
 }
 
 // progressed is a sign of life.
@@ -32,15 +31,14 @@ func (p *publisher) expect(d time.Duration) (ended func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.waits == nil {
-		s.waits = map[int]time.Time{}
+		s.waits = map[*time.Time]bool{}
 	}
-	s.n++
-	n := s.n
-	s.waits[n] = time.Now().Add(d)
+	until := time.Now().Add(d)
+	s.waits[&until] = true
 	return func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		delete(s.waits, n)
+		delete(s.waits, &until)
 		s.last = time.Now()
 	}
 }
@@ -50,9 +48,9 @@ func (p *publisher) late() time.Duration {
 	p.pulse.mu.Lock()
 	defer p.pulse.mu.Unlock()
 	due := p.pulse.last
-	for _, until := range p.pulse.waits {
+	for until := range p.pulse.waits {
 		if until.After(due) {
-			due = until
+			due = *until
 		}
 	}
 	return time.Since(due)

@@ -66,10 +66,10 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 		if err != nil {
 			return 0, fmt.Errorf("move messages that are due: %w", err)
 		}
-		switch {
-		case page.found < rows:
+		if page.found < rows {
 			return promotePause, nil
-		case page.moved < (rows+1)/2:
+		}
+		if page.moved < (rows+1)/2 {
 			// Other sessions have locked most of these rows, or rows of the same IDs. They must not
 			// delay what is behind them; the next turn begins with them.
 			after = page.last

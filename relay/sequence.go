@@ -67,10 +67,7 @@ type Sequences struct {
 
 // ReadSequences reads the state. db is a pool, a connection or a transaction. Its role is a
 // relay's, an operator's or the owner of the tables.
-func ReadSequences(ctx context.Context, db interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}, schema string,
-) (s Sequences, err error) {
+func ReadSequences(ctx context.Context, db migrations.Querier, schema string) (s Sequences, err error) {
 	schema, err = migrations.Options{Schema: schema}.Resolve()
 	if err != nil {
 		return s, err
@@ -110,13 +107,12 @@ func Repair(ctx context.Context, pool *pgxpool.Pool, by Operator) (Repaired, err
 		if _, err := tx.Exec(ctx, repairSettingsSQL); err != nil {
 			return err
 		}
-		d := &done
 		err := tx.QueryRow(ctx, migrations.InSchema(repairSequencesSQL, by.Schema)).
-			Scan(&d.Repaired, &d.SeqBefore, &d.SeqAfter, &d.TickBefore, &d.TickAfter, &d.Renumbered)
-		if err != nil || !d.Repaired {
+			Scan(&done.Repaired, &done.SeqBefore, &done.SeqAfter, &done.TickBefore, &done.TickAfter, &done.Renumbered)
+		if err != nil || !done.Repaired {
 			return err
 		}
-		_, err = tx.Exec(ctx, migrations.InSchema(noteRepairSQL, by.Schema), by.Who, by.Why, d.SeqBefore, d.SeqAfter, d.TickBefore, d.TickAfter, d.Renumbered)
+		_, err = tx.Exec(ctx, migrations.InSchema(noteRepairSQL, by.Schema), by.Who, by.Why, done.SeqBefore, done.SeqAfter, done.TickBefore, done.TickAfter, done.Renumbered)
 		return err
 	})
 	if pgerr.LockConflict(err) {

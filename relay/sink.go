@@ -63,14 +63,12 @@ type toSink struct{ toKafka }
 // dead row before that row is in outbox_dead. So progress stops at the first dead row until the end
 // of the attempt.
 func (t toSink) publish(work, ctx context.Context, a *attempt) error {
-	if a.released {
-		// Remove what the sink took before it failed, or each attempt would hand it over again.
-		return errors.Join(t.feed(work, ctx, a), t.conclude(ctx, a))
-	}
-	if err := t.feed(work, ctx, a); err != nil {
+	err := t.feed(work, ctx, a)
+	if err != nil && !a.released {
 		return err
 	}
-	return t.conclude(ctx, a)
+	// Remove what the sink took before it failed, or each attempt would hand it over again.
+	return errors.Join(err, t.conclude(ctx, a))
 }
 
 // feed hands rows to the sink and keeps in a.rows those that the sink accepted.

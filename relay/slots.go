@@ -19,8 +19,7 @@ const (
 	slotBytesMax = 256 << 20
 	slotLockMax  = 20 * time.Millisecond
 	slotIdleMax  = 3 * time.Second
-	// pruneTicksMax and pruneDiscardedMax bound the ticks, and the rows of outbox_dead, that are forgotten at
-	// a time.
+	// pruneTicksMax and pruneDiscardedMax bound how many ticks and discarded rows are forgotten at a time.
 	pruneTicksMax     = 20_000
 	pruneDiscardedMax = 5000
 )
@@ -132,7 +131,6 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 	if found, err := unpublished(r.pool); err != nil || found {
 		return false, err
 	}
-	removed := false
 	// Read committed, whatever the role's default is: the second check must see what came before
 	// the lock.
 	err = pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
@@ -146,7 +144,6 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 		if err != nil || found {
 			return err
 		}
-		removed = true
 		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.of(truncateSQL), slot)); err != nil {
 			return err
 		}
@@ -155,9 +152,6 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 	})
 	if pgerr.Is(err, pgerr.LockNotAvailable) {
 		return true, nil
-	}
-	if err == nil && removed {
-		r.cfg.Logger.DebugContext(ctx, "published rows were removed", "relay", r.cfg.Name, "slot", slot)
 	}
 	return false, err
 }

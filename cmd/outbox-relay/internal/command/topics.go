@@ -152,7 +152,7 @@ func refuseUnknown(ctx context.Context, s *cli.Settings, pool *pgxpool.Pool, by 
 	}
 	unknown, err := relay.WithoutRows(ctx, pool, by, unknown...)
 	if err != nil {
-		return fmt.Errorf("%w; --force pauses without this check", err)
+		return fmt.Errorf("look for rows of the topics: %w; --force pauses without this check", err)
 	}
 	if len(unknown) > 0 {
 		return fmt.Errorf("topic %s has no rows%s: nothing was paused; --force pauses it anyway", terminal.Plain(strings.Join(unknown, ", ")), where)

@@ -35,9 +35,14 @@ type toTransactions struct {
 // begin fences the previous publisher of this shard, aborts its open transaction, and continues
 // from the last committed progress.
 func (t *toTransactions) begin(ctx context.Context) error {
-	t.journal, t.rows, t.at = t.newJournal(), t.lease.published, t.lease.cursor
-	if err := t.beginTransactions(ctx); err != nil {
-		return err
+	t.journal, t.rows, t.at = &journal{publisher: t.publisher, written: time.Now()}, t.lease.published, t.lease.cursor
+	asking, cancel := t.asking(ctx)
+	err := t.journal.prepare(asking, t.client)
+	if err == nil {
+		_, _, err = t.client.ProducerID(asking)
+	}
+	if cancel(); err != nil {
+		return fmt.Errorf("begin transactions as %q: %w", t.transactionalID(t.lease), fromOutlet(err))
 	}
 	ended := t.expect(t.cfg.patience()) // in addition to the waits in which read gives signs of life
 	found, err := t.journal.read(ctx, t.client, t.lease.journal)
@@ -59,18 +64,6 @@ func (t *toTransactions) begin(ctx context.Context) error {
 		return nil
 	}
 	return t.adopt(ctx, found)
-}
-
-func (t *toTransactions) beginTransactions(ctx context.Context) error {
-	ctx, cancel := t.asking(ctx)
-	defer cancel()
-	if err := t.journal.prepare(ctx, t.client); err != nil {
-		return fromOutlet(err)
-	}
-	if _, _, err := t.client.ProducerID(ctx); err != nil {
-		return fmt.Errorf("begin transactions as %q: %w", t.journal.id, fromOutlet(err))
-	}
-	return nil
 }
 
 // adopt continues from progress in Kafka that is ahead of the database's copy.
@@ -122,32 +115,30 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 		if err := t.handEach(ctx, a.records); err != nil {
 			return err
 		}
-		t.handed, a.records = t.handed+int64(len(a.rows)), nil
+		a.records = nil
 	}
-	rows := len(a.rows) + len(a.dead)
 	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end, released: a.released}); err != nil {
 		return err
 	}
-	if a.released {
+	switch {
+	case a.released:
 		t.released = seqs(a.rows)
-		if err := t.commit(work, ctx); err != nil {
-			return err
-		}
-		if len(a.rows) > 0 {
-			t.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", t.cfg.Name, "rows", len(a.rows))
-		}
-		care.passed(rows)
-		return t.publisher.dead.holdAgain(ctx, a.dead)
-	}
-	if len(a.dead) == 0 && !careful {
+	case len(a.dead) > 0 || careful:
+		t.dead = a.dead
+	default:
 		return nil
 	}
-	t.dead = a.dead
 	if err := t.commit(work, ctx); err != nil {
 		return err
 	}
-	care.passed(rows)
-	return nil
+	care.passed(len(a.rows) + len(a.dead))
+	if !a.released {
+		return nil
+	}
+	if len(a.rows) > 0 {
+		t.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", t.cfg.Name, "rows", len(a.rows))
+	}
+	return t.publisher.dead.holdAgain(ctx, a.dead)
 }
 
 // tryOne tries a record in a transaction of its own, which is aborted.
@@ -185,10 +176,6 @@ func (t *toTransactions) hand(b *batch) error {
 	}
 	if b.end.from != nil {
 		t.end = b.end
-	}
-	if len(b.records) == 0 {
-		t.flight.add(b)
-		return nil
 	}
 	t.handed += int64(len(b.rows))
 	t.send(b)
@@ -316,7 +303,8 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 		}
 		crashpoint.Here(crashpoint.RelayCommitted)
 		t.begun = time.Time{}
-		t.journal.committed()
+		offset := t.journal.wrote
+		t.journal.last, t.journal.written = &offset, time.Now()
 	}
 	t.at, t.rows, t.uncopied, t.handed = t.end, t.rows+t.handed, t.uncopied+t.handed, 0
 	if err := t.publisher.dead.remove(ctx, t.released, nil); err != nil {

@@ -152,7 +152,7 @@ func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int6
 		return 0, err
 	}
 	defer client.Close()
-	found, err := p.newJournal().read(ctx, client, from)
+	found, err := (&journal{publisher: p}).read(ctx, client, from)
 	if err != nil || found == nil {
 		return -1, err
 	}

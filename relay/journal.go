@@ -20,8 +20,6 @@ import (
 // transactions whose records they cover.
 type journal struct {
 	*publisher
-	id      string // transactional.id, and key of the records
-	topic   string
 	wrote   int64     // offset of the last record of the open transaction
 	last    *int64    // offset of this shard's last committed record; nil: none is known
 	written time.Time // when that was committed, or the work began
@@ -53,12 +51,8 @@ type storedTick struct {
 	SeqLast  int64  `json:"seq_last"`
 }
 
-// newJournal names the journal by what makes two outboxes different, so that relays of several
-// databases can share a Kafka cluster.
-func (p *publisher) newJournal() *journal {
-	return &journal{publisher: p, id: p.transactionalID(p.lease), topic: p.cfg.ProgressTopic, written: time.Now()}
-}
-
+// transactionalID, which is also the key of the records, has what makes two outboxes different, so that
+// relays of several databases can share a Kafka cluster.
 func (r *Relay) transactionalID(l *lease) string {
 	return fmt.Sprintf("effectonce/%v/%s/%s/%s/%d", deref(l.cluster.system), l.cluster.database, r.cfg.Schema, r.cfg.Name, l.shard)
 }
@@ -66,16 +60,16 @@ func (r *Relay) transactionalID(l *lease) string {
 // prepare creates the topic if it does not exist.
 func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	admin := kadm.NewClient(client)
-	topics, err := admin.ListTopics(ctx, j.topic)
+	topics, err := admin.ListTopics(ctx, j.cfg.ProgressTopic)
 	if err != nil {
-		return fmt.Errorf("ask Kafka for topic %q: %w", j.topic, err)
+		return fmt.Errorf("ask Kafka for topic %q: %w", j.cfg.ProgressTopic, err)
 	}
-	if topics.Has(j.topic) {
+	if topics.Has(j.cfg.ProgressTopic) {
 		return nil
 	}
-	created, err := admin.CreateTopic(ctx, 1, -1, journalSettings(), j.topic)
+	created, err := admin.CreateTopic(ctx, 1, -1, journalSettings(), j.cfg.ProgressTopic)
 	if err = cmp.Or(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
-		return fmt.Errorf("create progress topic %q: %w %s; create it yourself with one partition and cleanup.policy=compact", j.topic, err, created.ErrMessage)
+		return fmt.Errorf("create progress topic %q: %w %s; create it yourself with one partition and cleanup.policy=compact", j.cfg.ProgressTopic, err, created.ErrMessage)
 	}
 	return nil
 }
@@ -112,7 +106,7 @@ func (j *journal) record(l *lease, end cursor, published int64, t *toTransaction
 	if err != nil {
 		return nil, fmt.Errorf("encode progress: %w", err)
 	}
-	return &kgo.Record{Topic: j.topic, Key: []byte(j.id), Value: value}, nil
+	return &kgo.Record{Topic: j.cfg.ProgressTopic, Key: []byte(j.transactionalID(j.lease)), Value: value}, nil
 }
 
 // setDead records the rows that the transaction skips, delta-encoded per reason. dead must be sorted by
@@ -172,7 +166,7 @@ func (s *storedTick) tick() (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.token, t.stored = s.Tick, s.Token, true
+	t.id, t.token = s.Tick, s.Token
 	return t, nil
 }
 
@@ -181,41 +175,29 @@ func (s *storedTick) tick() (*tick, error) {
 // cluster. Then row numbers are assigned again, and the rows that the entry counts as published are
 // different rows.
 func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
-	for _, t := range []*tick{c.from, c.to} {
-		if t == nil {
-			continue
-		}
-		var has, same bool
-		if err := j.pool.QueryRow(ctx, j.sql.of(hasTickSQL), j.lease.cluster.run, t.id, t.token).Scan(&has, &same); err != nil {
-			return false, err
-		}
-		if !same {
-			return false, errAnotherRun
-		}
-		if !has {
-			return false, nil
-		}
+	var has, same bool
+	to, token := c.to.ref()
+	err := j.pool.QueryRow(ctx, j.sql.of(hasTicksSQL), j.lease.cluster.run, c.from.id, c.from.token, to, token).Scan(&has, &same)
+	if err == nil && !same {
+		err = errAnotherRun
 	}
-	return true, nil
+	return has, err
 }
 
 // extent returns the first and the end offset of the topic. It waits while the topic is new to the
 // brokers.
 func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end int64, err error) {
 	for {
-		begins, err := admin.ListStartOffsets(ctx, j.topic)
-		if err != nil {
+		begins, err := admin.ListStartOffsets(ctx, j.cfg.ProgressTopic)
+		ends, failed := admin.ListEndOffsets(ctx, j.cfg.ProgressTopic)
+		if err = cmp.Or(err, failed); err != nil {
 			return 0, 0, err
 		}
-		ends, err := admin.ListEndOffsets(ctx, j.topic)
-		if err != nil {
-			return 0, 0, err
-		}
-		if n := len(ends[j.topic]); n > 1 {
+		if n := len(ends[j.cfg.ProgressTopic]); n > 1 {
 			return 0, 0, fmt.Errorf("it has %d partitions: want 1", n)
 		}
-		begin, _ := begins.Lookup(j.topic, 0)
-		end, there := ends.Lookup(j.topic, 0)
+		begin, _ := begins.Lookup(j.cfg.ProgressTopic, 0)
+		end, there := ends.Lookup(j.cfg.ProgressTopic, 0)
 		if problem := errors.Join(begin.Err, end.Err); there && !kerr.IsRetriable(begin.Err) && !kerr.IsRetriable(end.Err) {
 			return begin.Offset, end.Offset, problem
 		}
@@ -230,19 +212,10 @@ func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end in
 //
 // It reads the topic from there, and from its beginning if no entry of this shard is behind that. In the
 // only partition, a later record was committed later, so the last entry that it finds is the last of
-// all. So no entry can be missed, whatever the copy says: the offset never chooses where the search ends.
-//
-//   - Epochs: the entries of a later holder are behind those of an earlier one, whose transactions
-//     the later holder has ended.
-//   - The copy is old (the holder died before it wrote the copy, or a database was restored): newer
-//     entries are behind the offset.
-//   - The compactor removed the record at the offset: only because a newer one of the same key is
-//     behind it.
-//   - The topic was created again, was truncated in an unclean election, or is another topic or
-//     another cluster: the offset is beyond the end, or no entry is behind it.
-//   - Entries of other shards and relays in the same topic are skipped.
-//   - A transaction that begins before the offset and ends behind it counts with its end: brokers send
-//     which transactions were aborted.
+// all: the offset never chooses where the search ends. The copy may be old (newer entries are behind the
+// offset), its record compacted (a newer one of the key is behind it), and the topic another one, or
+// truncated (the offset is beyond the end, or no entry is behind it). A transaction that begins before the
+// offset and ends behind it counts with its end: brokers send which transactions were aborted.
 func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*entry, error) {
 	begin, end, err := j.extent(ctx, kadm.NewClient(client))
 	if err != nil {
@@ -269,13 +242,14 @@ func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*e
 // before they end.
 func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, error) {
 	reader, err := kafkaclient.New(append(append([]kgo.Opt{kgo.MaxDecompressBatchBytes(journalInflateMax)}, j.kafka...),
-		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.topic: {0: kgo.NewOffset().At(start)}}),
+		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.cfg.ProgressTopic: {0: kgo.NewOffset().At(start)}}),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords(),
 	)...)
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
 	defer reader.Close()
+	id := j.transactionalID(j.lease)
 	var last *entry
 	for at := start; at < end; {
 		j.progressed()
@@ -285,14 +259,14 @@ func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, erro
 		cancel()
 		if err := fetches.Err(); silent && errors.Is(err, context.DeadlineExceeded) {
 			j.say.warn(ctx, "waiting for a transaction that is open in the progress topic; if it hangs, kafka-transactions.sh finds and aborts it",
-				"relay", j.cfg.Name, "shard", j.lease.shard, "topic", j.topic, "offset", at)
+				"relay", j.cfg.Name, "shard", j.lease.shard, "topic", j.cfg.ProgressTopic, "offset", at)
 			continue
 		} else if err != nil {
 			return nil, err
 		}
 		for _, record := range fetches.Records() {
 			at = record.Offset + 1
-			if record.Offset >= end || record.Attrs.IsControl() || string(record.Key) != j.id {
+			if record.Offset >= end || record.Attrs.IsControl() || string(record.Key) != id {
 				continue
 			}
 			last = &entry{offset: record.Offset}
@@ -310,12 +284,6 @@ const journalInflateMax = 16 << 20
 
 // complaintEvery is how often a relay logs that it waits for another relay's transaction.
 const complaintEvery = 10 * time.Second
-
-// committed notes that the open transaction was committed.
-func (j *journal) committed() {
-	offset := j.wrote
-	j.last, j.written = &offset, time.Now()
-}
 
 // copied reports whether the database's copy of progress names the last record.
 func (j *journal) copied() bool {

@@ -129,9 +129,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	}
 	l.trust(asked, r.cfg.Lease)
 	if err := r.begin(ctx, l, known, from, to); err != nil {
-		brief, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
-		defer cancel()
-		r.giveBack(brief, l)
+		r.giveBack(ctx, l)
 		return nil, err
 	}
 	newest := l.cluster
@@ -174,6 +172,8 @@ func (r *Relay) takeMax() time.Duration { return max(r.cfg.Lease/2, time.Second)
 // giveBack releases the lease early. If it fails, the other replicas only wait for the rest of the
 // lease.
 func (r *Relay) giveBack(ctx context.Context, l *lease) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
+	defer cancel()
 	if _, err := r.pool.Exec(ctx, r.sql.of(releaseSQL), r.cfg.Name, l.shard, l.epoch); err != nil {
 		r.say.warn(ctx, "lease could not be released; it expires by itself", "relay", r.cfg.Name, "shard", l.shard, "error", err)
 	}

@@ -67,8 +67,7 @@ func (w *worker) end() {
 // standing is the state of the relay in the database, on the database's clock.
 type standing struct {
 	shards  int16
-	others  []string // live replicas
-	states  []string // of these
+	states  map[string]string // of the other live replicas, by owner
 	free    []int16
 	renewed []int16
 }
@@ -198,7 +197,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	var shard int16
 	var free, renewed bool
 	var paused, pauses []string
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.others, &s.states, &shard, &free, &renewed, &paused, &pauses}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.states, &shard, &free, &renewed, &paused, &pauses}, func() error {
 		if free {
 			s.free = append(s.free, shard)
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -212,9 +213,7 @@ func (m *member) report() report {
 // neither away nor stuck; if there are none, those that are not stuck; or else all.
 func (s *standing) sharing(self, state string) (owners []string) {
 	replicas := map[string]string{self: state}
-	for i, owner := range s.others {
-		replicas[owner] = s.states[i]
-	}
+	maps.Copy(replicas, s.states)
 	for _, unfit := range [][]string{{stateStuck, stateKafkaAway}, {stateStuck}, nil} {
 		for owner, state := range replicas {
 			if !slices.Contains(unfit, state) {

@@ -108,11 +108,7 @@ func (p *progress) ticks(ctx context.Context, end cursor) error {
 // insert adds the next row of the chain. If db is a transaction, the caller calls committed after its
 // commit.
 func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) error {
-	var to *int64
-	var token *string
-	if end.to != nil {
-		to, token = &end.to.id, &end.to.token
-	}
+	to, token := end.to.ref()
 	tag, err := db.Exec(ctx, p.sql.of(advanceSQL), p.lease.cluster.run, p.cfg.Name, p.lease.shard, p.lease.n+1, p.lease.epoch,
 		end.from.id, to, end.seq, end.floor, p.lease.published+rows, journal, end.from.token, token)
 	switch {

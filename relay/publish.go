@@ -39,7 +39,7 @@ type publisher struct {
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
-	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), progress: newProgress(r, l)}
+	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: &topics{Relay: r, known: map[string]topicState{}, given: map[string]int32{}}, progress: newProgress(r, l)}
 	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
 	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
 	p.pulse.last = time.Now()
@@ -55,9 +55,7 @@ func newPublisher(r *Relay, l *lease) *publisher {
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.publishShard(ctx)
 	if !errors.Is(err, errLeaseLost) {
-		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
-		defer cancel()
-		p.giveBack(end, p.lease)
+		p.giveBack(ctx, p.lease)
 	}
 	return err
 }
@@ -109,19 +107,14 @@ func (p *publisher) publishShard(ctx context.Context) error {
 	group.Go(func() error {
 		defer stopKeeping()
 		defer stopStoring()
-		return p.turn(work, reading)
+		if err := p.loop(work, reading); err != nil && reading.Err() == nil {
+			return err
+		}
+		drain, cancel := context.WithTimeout(work, p.cfg.DrainMax) // for what the brokers may still acknowledge
+		defer cancel()
+		return p.target.finish(work, drain)
 	})
 	return group.Wait()
-}
-
-// turn runs the loop, and then waits for what the brokers may still acknowledge.
-func (p *publisher) turn(work, reading context.Context) error {
-	if err := p.loop(work, reading); err != nil && reading.Err() == nil {
-		return err
-	}
-	drain, cancel := context.WithTimeout(work, p.cfg.DrainMax)
-	defer cancel()
-	return p.target.finish(work, drain)
 }
 
 // aim chooses the target.
@@ -179,7 +172,8 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		if err := p.hand(work, ctx, read); err != nil {
 			return err
 		}
-		p.reader.passed(read)
+		p.reader.at = read.end
+		p.progress.seqRead.Store(read.page.seqLast)
 		if len(read.page.rows) == 0 && p.flight.state().pages == 0 {
 			p.worked.Store(true)
 		}

@@ -41,12 +41,11 @@ WITH alive AS (
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND mine.run = ` + serverRun + `
   RETURNING p.shard
 )
-SELECT r.shards, others.owners, others.states, s.shard::smallint,
+SELECT r.shards, others.states, s.shard::smallint,
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
-CROSS JOIN LATERAL (SELECT coalesce(pg_catalog.array_agg(owner ORDER BY owner), '{}') AS owners,
-    coalesce(pg_catalog.array_agg(coalesce(state, '') ORDER BY owner), '{}') AS states
+CROSS JOIN LATERAL (SELECT coalesce(pg_catalog.jsonb_object_agg(owner, coalesce(state, '')), '{}') AS states
   FROM effectonce.outbox_replicas
   WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
 CROSS JOIN LATERAL (SELECT coalesce(pg_catalog.array_agg(topic ORDER BY id), '{}') AS topics, coalesce(pg_catalog.array_agg(id::text ORDER BY id), '{}') AS ids
@@ -292,9 +291,9 @@ const fetchTo = `
   ) candidates ORDER BY seq LIMIT $4
 ) page`
 
-const hasTickSQL = `-- relay.has_tick
-SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND token = $3::text::uuid), ` + here + `
-`
+const hasTicksSQL = `-- relay.has_ticks
+SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND token = $3::text::uuid)
+  AND ($4::bigint IS NULL OR EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $4 AND token = $5::text::uuid)), ` + here
 
 const loadTickSQL = `-- relay.load_tick
 SELECT snapshot::text, seq_last, token::text FROM effectonce.outbox_ticks WHERE tick = $2 AND ` + here + `

@@ -98,12 +98,6 @@ func (r *reader) behind(ctx context.Context, end cursor) (*page, error) {
 // seekRowsMax is how many rows behind a page are tried at most.
 const seekRowsMax = 1000
 
-// passed notes that a page was handed over.
-func (r *reader) passed(read *fetched) {
-	r.at = read.end
-	r.progress.seqRead.Store(read.page.seqLast)
-}
-
 // stop waits for the read under way, whose context has ended.
 func (r *reader) stop() {
 	if r.ahead != nil {

@@ -13,18 +13,24 @@ import (
 
 // tick is a snapshot that bounds a batch.
 type tick struct {
-	id       int64  // in outbox_ticks; 0: not stored yet (tick 0, the beginning, counts as stored)
-	token    string // names it on every timeline: another one may have its number and its snapshot
-	stored   bool
+	id       int64  // in outbox_ticks; 0: the beginning
+	token    string // names it on every timeline: another one may have its number and its snapshot; empty: not stored yet
 	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
 	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax,
-	// so its transaction has ended in the snapshot, or is in xip. See passing for how it is
-	// determined.
+	// so its transaction has ended in the snapshot, or is in xip: see passing.
 	seqLast int64
 	// The snapshot's parts. xip stays text: it is only sent back.
 	xmin, xmax uint64
 	xip        []string
 	run        string // of the server that took it; empty if it was loaded
+}
+
+// ref returns the number and the token of a tick that has been stored; nil: there is no tick.
+func (t *tick) ref() (id *int64, token *string) {
+	if t == nil {
+		return nil, nil
+	}
+	return &t.id, &t.token
 }
 
 // newTick reads a snapshot exactly as PostgreSQL writes it: a text that is read differently here and
@@ -72,13 +78,13 @@ func (r *Relay) loadTick(ctx context.Context, run string, id int64) (*tick, erro
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.token, t.stored = id, token, true
+	t.id, t.token = id, token
 	return t, nil
 }
 
 // storeTick makes sure that a tick has a number. A tick that no progress refers to does no harm.
 func (r *Relay) storeTick(ctx context.Context, db execer, t *tick) error {
-	if t == nil || t.stored {
+	if t == nil || t.token != "" {
 		return nil
 	}
 	err := db.QueryRow(ctx, r.sql.of(storeTickSQL), t.snapshot, t.seqLast, t.run).Scan(&t.id, &t.token)
@@ -88,7 +94,6 @@ func (r *Relay) storeTick(ctx context.Context, db execer, t *tick) error {
 	if err != nil {
 		return fmt.Errorf("store tick: %w", err)
 	}
-	t.stored = true
 	return nil
 }
 

@@ -51,10 +51,6 @@ const (
 	writeRetryEvery = 10 * time.Second
 )
 
-func newTopics(r *Relay) *topics {
-	return &topics{Relay: r, known: map[string]topicState{}, given: map[string]int32{}}
-}
-
 // get returns the last answer about a topic, and whether it is still valid.
 func (t *topics) get(name string) (s topicState, fresh bool) {
 	t.mu.Lock()

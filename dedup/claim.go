@@ -166,7 +166,7 @@ func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, msgs []Message) *Res
 // was claimed with another fingerprint, before or earlier in the same batch. It is a statement of its
 // own, because the claim does not see rows that are newer than its snapshot. If every message is
 // fresh, it does nothing. After an error the transaction is aborted.
-func (c *Claims) Compare(ctx context.Context, db StatsQuerier, consumer Consumer, result *Result) error {
+func (c *Claims) Compare(ctx context.Context, db Querier, consumer Consumer, result *Result) error {
 	var others []int
 	for i, fresh := range result.fresh {
 		if !fresh {

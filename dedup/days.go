@@ -25,36 +25,8 @@ func floor(at time.Time) string {
 
 const untimedFloor = "80000000-0000-0000-0000-000000000000"
 
-// patience bounds a lock on the whole table. All claims queue behind that lock.
-type patience struct {
-	wait      time.Duration // to acquire the lock
-	statement time.Duration // for each statement under the lock
-	urgent    bool          // failing to acquire the lock is an error; otherwise the next run retries
-}
-
-// patienceAhead is for making partitions of coming days. Without them nothing fails: their rows go
-// to the partition for later times, and must be moved afterwards. So Maintain can wait for a quiet
-// moment until few partitions are left.
-func patienceAhead(left time.Duration) patience {
-	switch {
-	case left < 2*24*time.Hour:
-		return patience{5 * time.Second, statementsMax, true}
-	case left < 7*24*time.Hour:
-		return patience{2 * time.Second, statementsMax, true}
-	}
-	return patience{100 * time.Millisecond, 5 * time.Second, false}
-}
-
-// patienceBehind is for dropping empty partitions of past days. They cost nothing but their number.
-func patienceBehind(empty int) patience {
-	if empty > emptyMax {
-		return patience{2 * time.Second, statementsMax, true}
-	}
-	return patience{50 * time.Millisecond, 500 * time.Millisecond, false}
-}
-
 // makeAhead creates missing partitions of the coming days. It moves rows of these days out of the
-// partition for later times.
+// partition for later times. Without them nothing fails, so it is urgent only when few are left.
 func (m *maintenance) makeAhead(ctx context.Context) error {
 	var ahead, until time.Time
 	if err := m.conn.QueryRow(ctx, m.in(aheadSQL), m.schema, daysAhead).Scan(&ahead, &until); err != nil {
@@ -65,30 +37,26 @@ func (m *maintenance) makeAhead(ctx context.Context) error {
 	}
 	left := daysAhead*24*time.Hour - until.Sub(ahead)
 	var made []string
-	done, err := m.locked(ctx, patienceAhead(left), func(tx pgx.Tx) error {
+	done, err := m.locked(ctx, left < urgentAhead, func(tx pgx.Tx) error {
 		if err := tx.QueryRow(ctx, m.in(aheadSQL), m.schema, daysAhead).Scan(&ahead, &until); err != nil {
 			return err
 		}
-		do := func(format string, args ...any) error {
-			_, err := tx.Exec(ctx, fmt.Sprintf(format, args...))
-			return err
-		}
 		parent, table := m.in("effectonce.processed_messages"), m.table("ahead")
-		if err := do("ALTER TABLE %s DETACH PARTITION %s", parent, table); err != nil {
+		if err := do(ctx, tx, "ALTER TABLE %s DETACH PARTITION %s", parent, table); err != nil {
 			return err
 		}
 		for at := ahead.UTC(); at.Before(until); at = at.AddDate(0, 0, 1) {
 			name := at.Format("20060102")
-			if err := do("CREATE TABLE %s PARTITION OF %s FOR VALUES FROM ('%s') TO ('%s')", m.table(name), parent, floor(at), floor(at.AddDate(0, 0, 1))); err != nil {
+			if err := do(ctx, tx, "CREATE TABLE %s PARTITION OF %s FOR VALUES FROM ('%s') TO ('%s')", m.table(name), parent, floor(at), floor(at.AddDate(0, 0, 1))); err != nil {
 				return err
 			}
 			made = append(made, "processed_messages_"+name)
 		}
 		// Insert into the parent, which routes each row to its day.
-		if err := do("WITH moved AS (DELETE FROM %s WHERE message_id < '%s' RETURNING *) INSERT INTO %s SELECT * FROM moved", table, floor(until), parent); err != nil {
+		if err := do(ctx, tx, "WITH moved AS (DELETE FROM %s WHERE message_id < '%s' RETURNING *) INSERT INTO %s SELECT * FROM moved", table, floor(until), parent); err != nil {
 			return err
 		}
-		return do("ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM ('%s') TO ('%s')", parent, table, floor(until), untimedFloor)
+		return do(ctx, tx, "ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM ('%s') TO ('%s')", parent, table, floor(until), untimedFloor)
 	})
 	if done {
 		m.report.Made = made
@@ -104,45 +72,33 @@ func (m *maintenance) dropEmpty(ctx context.Context) error {
 	if err != nil || len(days) == 0 {
 		return err
 	}
-	if err := m.renew(ctx); err != nil {
-		return err
-	}
-	done, err := m.locked(ctx, patienceBehind(len(days)), func(tx pgx.Tx) (err error) {
+	done, err := m.locked(ctx, len(days) > emptyMax, func(tx pgx.Tx) (err error) {
 		// Read again under the lock: no claim can be added now.
 		days, err = m.empty(ctx, tx)
 		if err != nil || len(days) == 0 {
 			return err
 		}
-		do := func(format string, args ...any) error {
-			_, err := tx.Exec(ctx, fmt.Sprintf(format, args...))
-			return err
-		}
 		for _, d := range days {
-			if err := do("DROP TABLE %s", pgx.Identifier{m.schema, d.name}.Sanitize()); err != nil {
+			if err := do(ctx, tx, "DROP TABLE %s", pgx.Identifier{m.schema, d.name}.Sanitize()); err != nil {
 				return err
 			}
 		}
 		parent, past, to := m.in("effectonce.processed_messages"), m.table("past"), days[len(days)-1].to
-		if err := do("ALTER TABLE %s DETACH PARTITION %s", parent, past); err != nil {
+		if err := do(ctx, tx, "ALTER TABLE %s DETACH PARTITION %s", parent, past); err != nil {
 			return err
 		}
-		return do("ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (MINVALUE) TO ('%s')", parent, past, floor(to))
+		return do(ctx, tx, "ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (MINVALUE) TO ('%s')", parent, past, floor(to))
 	})
-	if done {
-		m.report.dropped(days)
+	for _, d := range days {
+		if done {
+			m.report.Dropped = append(m.report.Dropped, d.name)
+		}
 	}
 	return err
 }
 
-func (r *Report) dropped(days []day) {
-	r.Dropped = nil
-	for _, d := range days {
-		r.Dropped = append(r.Dropped, d.name)
-	}
-}
-
 // empty lists the days that may be dropped: the leading run of old days without claims.
-func (m *maintenance) empty(ctx context.Context, db StatsQuerier) ([]day, error) {
+func (m *maintenance) empty(ctx context.Context, db Querier) ([]day, error) {
 	days, err := m.behind(ctx, db)
 	n := 0
 	for n < len(days) && days[n].bytes == 0 {
@@ -153,7 +109,7 @@ func (m *maintenance) empty(ctx context.Context, db StatsQuerier) ([]day, error)
 
 // behind lists the days whose claims may be deleted: the leading run of days that end at or before
 // the horizon.
-func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error) {
+func (m *maintenance) behind(ctx context.Context, db Querier) ([]day, error) {
 	horizon, err := m.horizon(ctx, db)
 	if err != nil {
 		return nil, err
@@ -174,7 +130,7 @@ func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error
 
 // horizon returns the time before which no registered consumer needs its claims. Nil: no time is
 // known, so all claims stay.
-func (m *maintenance) horizon(ctx context.Context, db StatsQuerier) (*time.Time, error) {
+func (m *maintenance) horizon(ctx context.Context, db Querier) (*time.Time, error) {
 	var window, passed *time.Time
 	var slowest *string
 	if err := db.QueryRow(ctx, m.in(horizonSQL), dropMargin).Scan(&window, &passed, &slowest); err != nil {
@@ -194,7 +150,7 @@ func (m *maintenance) horizon(ctx context.Context, db StatsQuerier) (*time.Time,
 }
 
 // days lists the daily partitions, the oldest first.
-func (m *maintenance) days(ctx context.Context, db StatsQuerier) ([]day, error) {
+func (m *maintenance) days(ctx context.Context, db Querier) ([]day, error) {
 	rows, err := db.Query(ctx, daysSQL, m.schema)
 	if err != nil {
 		return nil, fmt.Errorf("list partitions: %w", err)

@@ -116,13 +116,13 @@ func ExampleCallKey() {
 }
 
 // States may arrive in any order: the newest one stays, and late ones have no effect.
-func ExampleFences_Fence() {
-	fences, err := dedup.NewFences(dedup.FenceConfig{})
+func ExampleClaims_Fence() {
+	claims, err := dedup.New(dedup.Config{})
 	if err != nil {
 		return
 	}
 	handle := func(ctx context.Context, tx pgx.Tx, order string, version int64, state []byte) error {
-		applied, err := fences.Fence(ctx, tx, "shop/orders", order, version)
+		applied, err := claims.Fence(ctx, tx, "shop/orders", order, version)
 		if err != nil || !applied {
 			return err
 		}

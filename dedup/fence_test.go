@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -18,18 +19,11 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-func newFences(tb testing.TB) *dedup.Fences {
-	tb.Helper()
-	fences, err := dedup.NewFences(dedup.FenceConfig{})
-	require.NoError(tb, err)
-	return fences
-}
-
 // fenceAlone fences in its own transaction, which commits unless there is an error.
-func fenceAlone(t *testing.T, pool *pgxpool.Pool, fences *dedup.Fences, resource string, version int64) (applied bool) {
+func fenceAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, resource string, version int64) (applied bool) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) (err error) {
-		applied, err = fences.Fence(t.Context(), tx, "orders", resource, version)
+		applied, err = claims.Fence(t.Context(), tx, "orders", resource, version)
 		return err
 	}))
 	return applied
@@ -41,12 +35,12 @@ func storedVersion(t *testing.T, pool *pgxpool.Pool, resource string) (version i
 	return version
 }
 
-// C47: eight writers apply random versions of a few resources at once, in batches that contain them
-// several times. Per resource, the applied versions only grow, in the order of the commits, each is
+// C47: eight writers apply random versions of a few resources at once, some of them several times in a
+// transaction. Per resource, the applied versions only grow, in the order of the commits, each is
 // applied once, and the last one is the greatest that was given.
 func TestVersionsNeverRegress(t *testing.T) {
 	t.Parallel()
-	pool, fences := newPool(t, pgtest.Database(t), 8), newFences(t)
+	pool, claims := newPool(t, pgtest.Database(t), 8), newClaims(t)
 	_, err := pool.Exec(t.Context(), `CREATE TABLE applied (n bigint GENERATED ALWAYS AS IDENTITY, resource text, version bigint)`)
 	require.NoError(t, err)
 	var mu sync.Mutex
@@ -56,16 +50,17 @@ func TestVersionsNeverRegress(t *testing.T) {
 		go func() {
 			var err error
 			for i := 0; i < 60 && err == nil; i++ {
-				versions := make([]dedup.Version, 1+rand.IntN(6))
+				versions := make([]version, 1+rand.IntN(6))
 				for k := range versions {
-					versions[k] = dedup.Version{Resource: fmt.Sprint("order-", rand.IntN(4)), Version: rand.Int64N(400)}
+					versions[k] = version{fmt.Sprint("order-", rand.IntN(4)), rand.Int64N(400)}
 				}
+				slices.SortStableFunc(versions, func(a, b version) int { return strings.Compare(a.resource, b.resource) })
 				mu.Lock()
 				for _, v := range versions {
-					given[v.Resource] = max(given[v.Resource], v.Version)
+					given[v.resource] = max(given[v.resource], v.version)
 				}
 				mu.Unlock()
-				err = applyVersions(t.Context(), pool, fences, versions)
+				err = applyVersions(t.Context(), pool, claims, versions)
 			}
 			failures <- err
 		}()
@@ -77,13 +72,12 @@ func TestVersionsNeverRegress(t *testing.T) {
 	rows, err := pool.Query(t.Context(), `SELECT resource, version FROM applied ORDER BY n`)
 	require.NoError(t, err)
 	last := map[string]int64{}
-	var resource string
-	var version int64
-	_, err = pgx.ForEachRow(rows, []any{&resource, &version}, func() error {
-		if before, ok := last[resource]; ok && version <= before {
-			return fmt.Errorf("version %d of %s was applied after %d", version, resource, before)
+	var v version
+	_, err = pgx.ForEachRow(rows, []any{&v.resource, &v.version}, func() error {
+		if before, ok := last[v.resource]; ok && v.version <= before {
+			return fmt.Errorf("version %d of %s was applied after %d", v.version, v.resource, before)
 		}
-		last[resource] = version
+		last[v.resource] = v.version
 		return nil
 	})
 	require.NoError(t, err)
@@ -93,64 +87,63 @@ func TestVersionsNeverRegress(t *testing.T) {
 	}
 }
 
+type version struct {
+	resource string
+	version  int64
+}
+
 // applyVersions has an effect for each version that is applied, in the same transaction.
-func applyVersions(ctx context.Context, pool *pgxpool.Pool, fences *dedup.Fences, versions []dedup.Version) error {
+func applyVersions(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, versions []version) error {
 	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		results, err := fences.FenceBatch(ctx, tx, "orders", versions)
-		for i, applied := range results {
+		for _, v := range versions {
+			applied, err := claims.Fence(ctx, tx, "orders", v.resource, v.version)
 			if applied && err == nil {
-				_, err = tx.Exec(ctx, `INSERT INTO applied (resource, version) VALUES ($1, $2)`, versions[i].Resource, versions[i].Version)
+				_, err = tx.Exec(ctx, `INSERT INTO applied (resource, version) VALUES ($1, $2)`, v.resource, v.version)
+			}
+			if err != nil {
+				return err
 			}
 		}
-		return err
+		return nil
 	})
 }
 
 // C47: an older or equal version is not applied, a newer one is. Neither scopes nor resources see each
-// other. A batch has the results of consecutive calls.
+// other.
 func TestOnlyNewerVersionsAreApplied(t *testing.T) {
 	t.Parallel()
-	pool, fences := pgtest.Pool(t), newFences(t)
-	versions, want := []dedup.Version{}, []bool{}
+	pool, claims := pgtest.Pool(t), newClaims(t)
 	for _, step := range []struct {
 		version int64
 		applied bool
 	}{{7, true}, {6, false}, {7, false}, {8, true}, {math.MaxInt64, true}, {0, false}} {
-		require.Equal(t, step.applied, fenceAlone(t, pool, fences, "order-1", step.version), "version %d", step.version)
-		versions = append(versions, dedup.Version{"order-1", step.version}, dedup.Version{"order-0", step.version})
-		want = append(want, step.applied, step.applied)
+		require.Equal(t, step.applied, fenceAlone(t, pool, claims, "order-1", step.version), "version %d", step.version)
 	}
 	require.EqualValues(t, math.MaxInt64, storedVersion(t, pool, "order-1"))
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	for _, other := range [][2]string{{"orders", "order-2"}, {"refunds", "order-1"}} {
-		applied, err := fences.Fence(t.Context(), tx, other[0], other[1], 0)
+		applied, err := claims.Fence(t.Context(), tx, other[0], other[1], 0)
 		require.NoError(t, err)
 		require.True(t, applied)
 	}
-	results, err := fences.FenceBatch(t.Context(), tx, "batch", versions)
-	require.NoError(t, err)
-	require.Equal(t, want, results)
-	results, err = fences.FenceBatch(t.Context(), tx, "orders", nil)
-	require.NoError(t, err)
-	require.Empty(t, results)
 }
 
 // A version waits for the open transaction that holds its resource, or inserts it, and is then
 // compared with the result of that transaction.
 func TestVersionWaitsForTheOpenOne(t *testing.T) {
 	t.Parallel()
-	pool, fences := pgtest.Pool(t), newFences(t)
+	pool, claims := pgtest.Pool(t), newClaims(t)
 	for i, tc := range []struct {
 		commit, applied bool
 	}{{true, false}, {false, true}} {
 		resource := fmt.Sprint("order-", i)
 		holder, holderPID := begin(t, pool, pgx.TxOptions{})
-		_, err := fences.Fence(t.Context(), holder, "orders", resource, 7)
+		_, err := claims.Fence(t.Context(), holder, "orders", resource, 7)
 		require.NoError(t, err)
 		waiter, pid := begin(t, pool, pgx.TxOptions{})
 		results := make(chan bool, 1)
 		go func() {
-			result, err := fences.Fence(t.Context(), waiter, "orders", resource, 5)
+			result, err := claims.Fence(t.Context(), waiter, "orders", resource, 5)
 			assert.NoError(t, err)
 			results <- result
 		}()
@@ -172,37 +165,39 @@ func TestFenceBeyondTheSnapshotIsForRetry(t *testing.T) {
 	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
 		t.Run(string(level), func(t *testing.T) {
 			t.Parallel()
-			pool, fences := pgtest.Pool(t), newFences(t)
+			pool, claims := pgtest.Pool(t), newClaims(t)
 			for round, resource := range []string{"order-1", "order-1", "order-2"} { // inserted, updated, inserted
 				tx, _ := begin(t, pool, pgx.TxOptions{IsoLevel: level})
 				_, err := tx.Exec(t.Context(), "SELECT FROM effectonce.fences")
 				require.NoError(t, err)
-				require.True(t, fenceAlone(t, pool, fences, resource, int64(10+round)))
-				_, err = fences.Fence(t.Context(), tx, "orders", resource, 5)
+				require.True(t, fenceAlone(t, pool, claims, resource, int64(10+round)))
+				_, err = claims.Fence(t.Context(), tx, "orders", resource, 5)
 				requireRetry(t, err, "40001")
 				require.NoError(t, tx.Rollback(t.Context()))
-				require.False(t, fenceAlone(t, pool, fences, resource, 5))
+				require.False(t, fenceAlone(t, pool, claims, resource, 5))
 			}
 		})
 	}
 }
 
-// C25: what the server would refuse is refused before, all problems at once, and the transaction
-// stays usable.
+// C25: what the server would refuse is refused before, and the transaction stays usable.
 func TestBadVersionsNeverReachTheServer(t *testing.T) {
 	t.Parallel()
-	pool, fences := pgtest.Pool(t), newFences(t)
+	pool, claims := pgtest.Pool(t), newClaims(t)
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err := fences.FenceBatch(t.Context(), tx, "a\x00b", []dedup.Version{{"", 1}, {"\xff", 1}, {strings.Repeat("x", 1025), 1}, {"order-1", -1}})
+	_, err := claims.Fence(t.Context(), tx, "a\x00b", "order-1", 1)
 	require.ErrorIs(t, err, dedup.ErrFenceInvalid)
-	require.Equal(t, 5, strings.Count(err.Error(), dedup.ErrFenceInvalid.Error()), "%v", err)
-	_, err = fences.Fence(t.Context(), tx, strings.Repeat("x", 256), "order-1", 1)
+	for _, resource := range []string{"", "\xff", strings.Repeat("x", 1025)} {
+		_, err = claims.Fence(t.Context(), tx, "orders", resource, 1)
+		require.ErrorIs(t, err, dedup.ErrFenceInvalid)
+	}
+	_, err = claims.Fence(t.Context(), tx, "orders", "order-1", -1)
 	require.ErrorIs(t, err, dedup.ErrFenceInvalid)
-	_, err = fences.Fence(t.Context(), tx, strings.Repeat("x", 255), strings.Repeat("ü", 512), 1)
+	_, err = claims.Fence(t.Context(), tx, strings.Repeat("x", 256), "order-1", 1)
+	require.ErrorIs(t, err, dedup.ErrFenceInvalid)
+	_, err = claims.Fence(t.Context(), tx, strings.Repeat("x", 255), strings.Repeat("ü", 512), 1)
 	require.NoError(t, err, "the bounds of the table")
 
-	_, err = dedup.NewFences(dedup.FenceConfig{Schema: "No Schema"})
-	require.ErrorContains(t, err, "schema ")
 	_, err = dedup.New(dedup.Config{Schema: "No Schema"})
 	require.ErrorContains(t, err, "schema ")
 }

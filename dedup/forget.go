@@ -18,18 +18,10 @@ func (m *maintenance) forgetDays(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	m.report.Truncated = nil
 	var failed error
 	for _, d := range days {
 		if d.bytes == 0 {
 			continue
-		}
-		if m.dry {
-			m.report.Truncated = append(m.report.Truncated, d.name)
-			continue
-		}
-		if err := m.renew(ctx); err != nil {
-			return err
 		}
 		if err := m.forgetDay(ctx, d); err != nil {
 			failed = errors.Join(failed, fmt.Errorf("%s: %w", d.name, err))

@@ -1,6 +1,7 @@
 package dedup
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,9 +20,10 @@ import (
 // Limits of one run.
 const (
 	daysAhead     = 32                     // days ahead for which partitions are made
+	urgentAhead   = 7 * 24 * time.Hour     // making partitions waits for a quiet moment while they exist for so long
 	emptyMax      = 30                     // empty past days that may wait for a quiet moment to be dropped
 	dropMargin    = time.Hour              // claims are kept this much longer than needed: transactions take time, and producers' clocks are inexact
-	leaseMax      = 2 * time.Minute        // how long others wait for a holder that died
+	runMax        = 10 * time.Minute       // of one run, and so how long others wait for a holder that died
 	lockWaitMax   = 300 * time.Millisecond // bounds the wait for a lock, because claims queue behind it
 	lookMax       = 500 * time.Millisecond // for reading a day under its lock
 	sweepBlocks   = 256                    // blocks of 8 KiB in one transaction
@@ -69,37 +71,38 @@ type MaintainOptions struct {
 // they are. The transaction that forgets claims also records, for each consumer that had them, up
 // to which time claims may be missing (QueueForgotten).
 //
-// Claims wait for a lock of a run for 0.3 s at most, with these exceptions. They wait for up to 2 s
-// if partitions exist for fewer than 7 of the coming days, and for up to 5 s if they exist for
-// fewer than 2 (a claim always has a partition). They wait for up to 2 s if more than 30 empty days
-// could not be dropped.
+// Claims wait for a lock of a run for 0.3 s at most; for up to 2 s if partitions exist for fewer than
+// 7 of the coming days (a claim always has a partition), or more than 30 empty days could not be
+// dropped. A run ends after 10 minutes.
 //
 // The steps do not depend on each other: an error of one step is reported, and the others still
 // run. After an error the run may be repeated at any time. A lock that could not be acquired is an
 // error, unless the work can still wait.
 func (c *Claims) Maintain(ctx context.Context, pool *pgxpool.Pool, opts MaintainOptions) (Report, error) {
+	ctx, cancel := context.WithTimeout(ctx, runMax) // a connection that hangs must not stop maintenance
+	defer cancel()
 	conn, err := pool.Acquire(ctx)
 	if err != nil {
 		return Report{}, fmt.Errorf("maintain claims: %w", err)
 	}
 	defer conn.Release()
-	m := &maintenance{Claims: c, conn: conn.Conn(), dry: opts.DryRun, lookMax: lookMax}
-	if c.lookMax != 0 {
-		m.lookMax = c.lookMax
+	m := &maintenance{Claims: c, conn: conn.Conn(), lookMax: cmp.Or(c.lookMax, lookMax)}
+	if opts.DryRun {
+		err = m.foresee(ctx)
+	} else {
+		err = m.runLeased(ctx, opts.Owner)
 	}
-	if err := m.runLeased(ctx, opts.Owner); err != nil {
-		return m.report, fmt.Errorf("maintain claims: %w", err)
+	if err != nil {
+		err = fmt.Errorf("maintain claims: %w", err)
 	}
-	return m.report, nil
+	return m.report, err
 }
 
 // KeepUp calls Maintain about every minute until ctx ends; the first call comes after some seconds.
 // It logs errors, and the next run does the missing work.
 func (c *Claims) KeepUp(ctx context.Context, pool *pgxpool.Pool, owner string, log *slog.Logger) {
 	for wait := keepUpFirst/2 + rand.N(keepUpFirst); pause.For(ctx, wait); wait = keepUpEvery/2 + rand.N(keepUpEvery) { //nolint:gosec // jitter needs no secret
-		run, cancel := context.WithTimeout(ctx, keepUpMax)
-		report, err := c.Maintain(run, pool, MaintainOptions{Owner: owner})
-		cancel()
+		report, err := c.Maintain(ctx, pool, MaintainOptions{Owner: owner})
 		switch {
 		case ctx.Err() != nil:
 		case pgerr.Is(err, pgerr.InsufficientPrivilege):
@@ -118,14 +121,12 @@ func (c *Claims) KeepUp(ctx context.Context, pool *pgxpool.Pool, owner string, l
 const (
 	keepUpFirst = 10 * time.Second
 	keepUpEvery = time.Minute
-	keepUpMax   = 10 * time.Minute // of one run: a connection that hangs must not stop maintenance
 )
 
 // maintenance is one run.
 type maintenance struct {
 	*Claims
 	conn    *pgx.Conn
-	dry     bool
 	lookMax time.Duration
 	epoch   int64
 	window  *time.Time // up to which the longest window allows forgetting
@@ -134,16 +135,16 @@ type maintenance struct {
 }
 
 func (m *maintenance) runLeased(ctx context.Context, owner string) error {
-	if m.dry {
-		return m.foresee(ctx)
+	// One process at a time works. The lease only saves work: each step is correct by its own locks.
+	switch err := m.conn.QueryRow(ctx, m.in(leaseSQL), owner, runMax).Scan(&m.epoch); {
+	case errors.Is(err, pgx.ErrNoRows):
+		m.report.Elsewhere = true
+		return nil
+	case err != nil:
+		return fmt.Errorf("take the lease: %w", err)
 	}
-	leased, err := m.lease(ctx, owner)
-	if err != nil || !leased {
-		m.report.Elsewhere = err == nil
-		return err
-	}
-	err = m.steps(ctx)
-	if errors.Is(err, errLeaseLost) || m.conn.IsClosed() {
+	err := m.steps(ctx)
+	if m.conn.IsClosed() {
 		return err
 	}
 	// After a failure, the next run may begin at once, and the time of the last complete run is
@@ -154,11 +155,12 @@ func (m *maintenance) runLeased(ctx context.Context, owner string) error {
 
 // foresee is the dry run.
 func (m *maintenance) foresee(ctx context.Context) error {
-	if err := m.forgetDays(ctx); err != nil {
-		return err
-	}
 	days, err := m.behind(ctx, m.conn)
-	m.report.dropped(days)
+	for _, d := range days {
+		if m.report.Dropped = append(m.report.Dropped, d.name); d.bytes > 0 {
+			m.report.Truncated = append(m.report.Truncated, d.name)
+		}
+	}
 	return err
 }
 
@@ -184,35 +186,11 @@ func (m *maintenance) steps(ctx context.Context) (failed error) {
 			continue
 		}
 		failed = errors.Join(failed, fmt.Errorf("%s: %w", step.what, err))
-		if ctx.Err() != nil || m.conn.IsClosed() || errors.Is(err, errLeaseLost) {
+		if ctx.Err() != nil || m.conn.IsClosed() {
 			break
 		}
 	}
 	return failed
-}
-
-// lease lets one process at a time work. It only saves work: each step is correct by its own locks.
-func (m *maintenance) lease(ctx context.Context, owner string) (bool, error) {
-	err := m.conn.QueryRow(ctx, m.in(leaseSQL), owner, leaseMax).Scan(&m.epoch)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return false, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("take the lease: %w", err)
-	}
-	return true, nil
-}
-
-// errLeaseLost ends a run that took too long; its completed steps stay valid.
-var errLeaseLost = errors.New("another process took the lease over")
-
-// renew extends the lease between two steps.
-func (m *maintenance) renew(ctx context.Context) error {
-	tag, err := m.conn.Exec(ctx, m.in(renewSQL), m.epoch, leaseMax)
-	if err == nil && tag.RowsAffected() == 0 {
-		err = errLeaseLost
-	}
-	return err
 }
 
 // limited runs f in a transaction with a lock timeout (wait) and a statement timeout (statement).
@@ -226,16 +204,21 @@ func (m *maintenance) limited(ctx context.Context, wait, statement time.Duration
 }
 
 // locked runs f in a transaction that changes partitions. No claim runs at the same time, so f
-// reads the current state. Claims queue behind it, so it gives up as p says.
-func (m *maintenance) locked(ctx context.Context, p patience, f func(tx pgx.Tx) error) (done bool, err error) {
-	err = m.limited(ctx, p.wait, p.statement, func(tx pgx.Tx) error {
+// reads the current state. Claims queue behind it, so it gives up soon: what is not urgent waits for a
+// quiet moment, and failing to lock for it is no error.
+func (m *maintenance) locked(ctx context.Context, urgent bool, f func(tx pgx.Tx) error) (done bool, err error) {
+	wait, statement := 50*time.Millisecond, time.Second
+	if urgent {
+		wait, statement = 2*time.Second, statementsMax
+	}
+	err = m.limited(ctx, wait, statement, func(tx pgx.Tx) error {
 		// ONLY: the partitions are locked when they are changed. Every claim needs the parent.
 		if _, err := tx.Exec(ctx, m.in("LOCK TABLE ONLY effectonce.processed_messages IN ACCESS EXCLUSIVE MODE")); err != nil {
 			return err
 		}
 		return f(tx)
 	})
-	if !p.urgent && ctx.Err() == nil && pgerr.Is(err, pgerr.LockNotAvailable, pgerr.QueryCanceled) {
+	if !urgent && ctx.Err() == nil && pgerr.Is(err, pgerr.LockNotAvailable, pgerr.QueryCanceled) {
 		return false, nil
 	}
 	return err == nil, busy(err)
@@ -245,6 +228,12 @@ func busy(err error) error {
 	if pgerr.LockConflict(err) {
 		return fmt.Errorf("lock conflict with running claims, the next run retries: %w", err)
 	}
+	return err
+}
+
+// do executes a statement that names tables and bounds.
+func do(ctx context.Context, tx pgx.Tx, format string, args ...any) error {
+	_, err := tx.Exec(ctx, fmt.Sprintf(format, args...))
 	return err
 }
 

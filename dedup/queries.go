@@ -55,15 +55,12 @@ SELECT (SELECT forgotten_to FROM effectonce.consumers WHERE id = $1 FOR SHARE)`
 	forgottenBehindSQL = "RELEASE SAVEPOINT effectonce_forgotten"
 )
 
-// leaseSQL takes the lease if it is free; renewSQL keeps it.
+// leaseSQL takes the lease if it is free.
 const leaseSQL = `-- dedup.lease
 INSERT INTO effectonce.maintenance AS m (job, owner, lease_until, epoch) VALUES ('claims', $1, clock_timestamp() + $2::interval, 1)
 ON CONFLICT (job) DO UPDATE SET owner = excluded.owner, lease_until = clock_timestamp() + $2::interval, epoch = m.epoch + 1
 WHERE m.lease_until IS NULL OR m.lease_until < clock_timestamp()
 RETURNING epoch`
-
-const renewSQL = `-- dedup.renew
-UPDATE effectonce.maintenance SET lease_until = clock_timestamp() + $2::interval WHERE job = 'claims' AND epoch = $1`
 
 const leaseDoneSQL = `-- dedup.lease_done
 UPDATE effectonce.maintenance SET lease_until = NULL, done_at = CASE WHEN $2 THEN clock_timestamp() ELSE done_at END
@@ -161,6 +158,12 @@ SELECT coalesce(pg_catalog.sum(pg_catalog.pg_stat_get_live_tuples(relid::oid)), 
   pg_catalog.pg_total_relation_size('effectonce.processed_forever'::regclass),
   (SELECT extract(epoch FROM clock_timestamp() - done_at)::float8 FROM effectonce.maintenance WHERE job = 'claims')
 FROM pg_catalog.pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
+
+// fenceSQL stores a version that is newer than the stored one; for a resource that was never fenced,
+// any version is newer. The WHERE of the update decides. A row that fails it is locked too.
+const fenceSQL = `-- dedup.fence
+INSERT INTO effectonce.fences AS f (scope, resource, version) VALUES ($1, $2, $3)
+ON CONFLICT (scope, resource) DO UPDATE SET version = excluded.version WHERE f.version OPERATOR(pg_catalog.<) excluded.version`
 
 // queries are the statements for one schema and one table of claims.
 type queries struct {

@@ -54,6 +54,7 @@ var ErrForeverDecided = errors.New("consumer was registered with another value o
 
 // Querier is a pool, a connection or a transaction.
 type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
@@ -100,8 +101,8 @@ func (r Registration) check() error {
 		name, value string
 		max         int
 	}{{"Name", r.Name, 600}, {"Group", r.Group, 255}} {
-		if n := len(field.value); n < 1 || n > field.max || !utf8.ValidString(field.value) || strings.ContainsRune(field.value, 0) {
-			problems = append(problems, fmt.Errorf("%s of %d bytes: want 1 to %d bytes of UTF-8 without NUL", field.name, n, field.max))
+		if !storable(field.value, field.max) {
+			problems = append(problems, fmt.Errorf("%s of %d bytes: want 1 to %d bytes of UTF-8 without NUL", field.name, len(field.value), field.max))
 		}
 	}
 	switch {
@@ -111,4 +112,9 @@ func (r Registration) check() error {
 		problems = append(problems, bounds.Problem("Window", r.Window, fmt.Sprintf("%v to %v", WindowMin, WindowMax)))
 	}
 	return errors.Join(problems...)
+}
+
+// storable reports whether a text fits into a column.
+func storable(text string, bytesMax int) bool {
+	return text != "" && len(text) <= bytesMax && utf8.ValidString(text) && !strings.ContainsRune(text, 0)
 }

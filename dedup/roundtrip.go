@@ -18,7 +18,7 @@ type Step struct {
 	SQL string
 	// Args are its parameters, in PostgreSQL's text form.
 	Args []string
-	// Into are the destinations for the columns of its only row; nil: the result is not read. If
+	// Into are the destinations for the columns of its only row, nil for one that is not read. If
 	// there is no row, they do not change.
 	Into []any
 
@@ -137,9 +137,6 @@ func (s *Step) read(conn *pgx.Conn, types []uint32, values [][]byte) error {
 		return fmt.Errorf("statement returned %d columns: want %d", len(values), len(s.Into))
 	}
 	for i, into := range s.Into {
-		if into == nil {
-			continue
-		}
 		if err := conn.TypeMap().Scan(types[i], binaryFormat, values[i], into); err != nil {
 			return err
 		}

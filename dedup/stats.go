@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 )
 
 // Stats describes the space that claims take. Row counts come from the server's statistics and are
@@ -34,14 +32,8 @@ type Stats struct {
 // mostly free space.
 const bytesPerClaimMin = 10_000
 
-// StatsQuerier is a pool, a connection or a transaction.
-type StatsQuerier interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}
-
 // ReadStats reads the statistics from the catalog, which is cheap whatever the size of the tables.
-func (c *Claims) ReadStats(ctx context.Context, db StatsQuerier) (*Stats, error) {
+func (c *Claims) ReadStats(ctx context.Context, db Querier) (*Stats, error) {
 	var s Stats
 	m := &maintenance{Claims: c}
 	err := db.QueryRow(ctx, m.in(statsSQL)).Scan(&s.Claims, &s.Bytes, &s.Untimed, &s.Forever, &s.ForeverBytes, &s.MaintainedSeconds)

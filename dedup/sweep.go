@@ -22,9 +22,6 @@ func (m *maintenance) sweep(ctx context.Context, name string) error {
 	}
 	end := min(blocks, from+sweepRunMax)
 	for ; from < end; from += sweepBlocks {
-		if err := m.renew(ctx); err != nil {
-			return err
-		}
 		if err := m.sweepBlocks(ctx, name, from); err != nil {
 			return err
 		}

@@ -111,7 +111,7 @@ func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
 // for good until it is fixed, and what is flaky the first time.
 type paper struct {
 	results  string // topic
-	fences   *dedup.Fences
+	fences   *dedup.Claims
 	repaired atomic.Bool
 	flaked   atomic.Bool
 }
@@ -193,7 +193,7 @@ func partsWork(t *testing.T, p parts) {
 	relayPool, consumerPool, publisher := p.as(t, "relay"), p.as(t, "consumer"), p.as(t, "publisher")
 	r, err := relay.New(relayPool, []kgo.Opt{brokers}, relay.Config{Keep: 100 * time.Millisecond, Lease: 5 * time.Second, Shards: 2, Logger: logger})
 	require.NoError(t, err)
-	fences, err := dedup.NewFences(dedup.FenceConfig{})
+	fences, err := dedup.New(dedup.Config{})
 	require.NoError(t, err)
 	handler := &paper{results: results, fences: fences}
 	c, err := consumer.New(consumerPool, []kgo.Opt{brokers}, consumer.Each(handler.handle),

@@ -50,5 +50,5 @@
 // redeliver, also manually.
 //
 // Events arrive in any order. If the order matters, compare a version that the body carries: see
-// dedup.Fence.
+// dedup.Claims.Fence.
 package webhook

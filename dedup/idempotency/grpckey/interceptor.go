@@ -44,16 +44,13 @@ var ErrUnauthenticated = serving.ErrUnauthenticated
 
 // Config of an Interceptor. Operation.Operation and Methods are required.
 type Config struct {
-	// Operation configures the keys. Its Failed returns a response of status 200 to 299 with an encoded
-	// message, or of another status with an encoded google.rpc.Status; default: the failure's status.
+	// Operation configures the keys. Failed is not allowed: with Strict a failure's status is stored.
 	Operation idempotency.Config
 	// Methods are executed once, each given by its full name: "/shop.Orders/Create". All others
 	// pass through. At least one; their messages must be linked into the program.
 	Methods []string
-	// Optional, HandlerTimeout (1 ms to 1 h) and RetryAfter (1 s to 1 h) are those of httpkey.Config.
-	// Default false, 30 s and 1 s.
-	HandlerTimeout, RetryAfter time.Duration
-	Optional                   bool
+	// HandlerTimeout is that of httpkey.Config. 1 ms to 1 h; default 30 s.
+	HandlerTimeout time.Duration
 	// Fingerprint returns the part of a request that distinguishes it from others of the method.
 	// Default: its deterministic encoding.
 	Fingerprint func(method string, request proto.Message) ([]byte, error)
@@ -72,7 +69,6 @@ type Interceptor struct {
 func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 	problems := bounds.Durations(
 		bounds.Duration{Field: "HandlerTimeout", Value: &cfg.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "RetryAfter", Value: &cfg.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
 	)
 	if scope == nil {
 		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a call"))
@@ -178,9 +174,6 @@ func (i *Interceptor) key(ctx context.Context, method string, request proto.Mess
 	scope, err := i.scope(ctx)
 	problem := serving.CheckScope(ctx, i.op, scope, err)
 	values := metadata.ValueFromIncomingContext(ctx, Metadata)
-	if len(values) == 0 && i.cfg.Optional {
-		values = []string{idempotency.NewKey()}
-	}
 	switch {
 	case problem != "":
 		return idempotency.Key{}, problem
@@ -204,7 +197,7 @@ func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error, 
 	if answer := statusOf(err); answer != nil && !errors.Is(err, idempotency.ErrIndeterminate) {
 		return answer.Err()
 	}
-	problem, retryAfter := serving.ProblemOf(err, i.cfg.RetryAfter)
+	problem, retryAfter := serving.ProblemOf(err)
 	if told && problem.Describe().Status >= http.StatusInternalServerError {
 		i.op.Config().Logger.ErrorContext(ctx, "a call has no outcome", "key", key, "problem", problem, "error", err)
 	}

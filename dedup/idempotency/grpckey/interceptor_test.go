@@ -222,7 +222,7 @@ func TestErrorsOfTheDatabase(t *testing.T) {
 	pool := newPool(t)
 	failures := map[string]error{"conflict": &pgconn.PgError{Code: "40001"}, "away": &pgconn.PgError{Code: "57P01"}, "other": errors.New("canary")}
 	var ran atomic.Int64
-	c := serve(t, pool, grpckey.Config{RetryAfter: 3 * time.Second}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+	c := serve(t, pool, grpckey.Config{}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
 		body := string(request.GetPayload().GetBody())
 		request.Payload.Body = []byte("what a run changes, a later one must not see")
 		if n := ran.Add(1); body != "conflict" || n == 1 {
@@ -232,7 +232,7 @@ func TestErrorsOfTheDatabase(t *testing.T) {
 	})
 	require.NoError(t, c.ask(t.Context(), "k", "conflict").err)
 	require.EqualValues(t, 2, ran.Load())
-	require.Equal(t, 3*time.Second, requireRefused(t, c.ask(t.Context(), "l", "away").err, codes.Unavailable, "UNAVAILABLE"))
+	require.Equal(t, time.Second, requireRefused(t, c.ask(t.Context(), "l", "away").err, codes.Unavailable, "UNAVAILABLE"))
 	requireRefused(t, c.ask(t.Context(), "m", "other").err, codes.Internal, "INTERNAL")
 	require.Equal(t, 1, effects(t, pool))
 	require.Equal(t, 1, keys(t, pool))
@@ -277,7 +277,7 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 func TestReasons(t *testing.T) {
 	t.Parallel()
 	once, err := grpckey.New(pgtest.NoPool(t), tenantOf, grpckey.Config{
-		Operation: idempotency.Config{Operation: "orders"}, Methods: []string{testpb.TestService_UnaryCall_FullMethodName}, RetryAfter: 3 * time.Second,
+		Operation: idempotency.Config{Operation: "orders"}, Methods: []string{testpb.TestService_UnaryCall_FullMethodName},
 	})
 	require.NoError(t, err)
 	for _, c := range []struct {
@@ -291,9 +291,9 @@ func TestReasons(t *testing.T) {
 		{idempotency.ErrMismatch, codes.InvalidArgument, "IDEMPOTENCY_KEY_REUSED", 0},
 		{idempotency.ErrIndeterminate, codes.FailedPrecondition, "IDEMPOTENCY_KEY_UNDECIDED", 0},
 		{idempotency.ErrAbandoned, codes.FailedPrecondition, "IDEMPOTENCY_KEY_ABANDONED", 0},
-		{idempotency.ErrUnanswered, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", 3 * time.Second},
-		{idempotency.ErrUnreadable, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", 3 * time.Second},
-		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, "UNAVAILABLE", 3 * time.Second},
+		{idempotency.ErrUnanswered, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", time.Second},
+		{idempotency.ErrUnreadable, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", time.Second},
+		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, "UNAVAILABLE", time.Second},
 		{errors.New("canary"), codes.Internal, "INTERNAL", 0},
 	} {
 		require.Equal(t, c.after, requireRefused(t, once.Answer(t.Context(), fmt.Errorf("once: %w", c.err)), c.code, c.reason))
@@ -327,11 +327,11 @@ func TestAfterTheWindow(t *testing.T) {
 func TestNewReportsAllProblems(t *testing.T) {
 	t.Parallel()
 	_, err := grpckey.New(nil, nil, grpckey.Config{
-		HandlerTimeout: 2 * time.Hour, RetryAfter: time.Millisecond,
-		Methods: []string{testpb.TestService_UnaryCall_FullMethodName, "/none.Service/Call", "grpc.testing.TestService/UnaryCall", testpb.TestService_FullDuplexCall_FullMethodName},
+		HandlerTimeout: 2 * time.Hour,
+		Methods:        []string{testpb.TestService_UnaryCall_FullMethodName, "/none.Service/Call", "grpc.testing.TestService/UnaryCall", testpb.TestService_FullDuplexCall_FullMethodName},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", "HandlerTimeout 2h0m0s", "RetryAfter 1ms", `Methods "/none.Service/Call": want the full name`,
+		"scope is nil", "pool is nil", "Operation", "HandlerTimeout 2h0m0s", `Methods "/none.Service/Call": want the full name`,
 		`Methods "grpc.testing.TestService/UnaryCall"`, `Methods "/grpc.testing.TestService/FullDuplexCall"`,
 	} {
 		require.ErrorContains(t, err, part)

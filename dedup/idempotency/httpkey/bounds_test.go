@@ -19,6 +19,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -27,14 +28,14 @@ import (
 func TestNewReportsAllProblems(t *testing.T) {
 	t.Parallel()
 	_, err := httpkey.New(nil, nil, httpkey.Config{
-		Operation:       idempotency.Config{ResponseBytesMax: 100},
+		Operation:       idempotency.Config{ResponseBytesMax: 100, Failed: func(error) idempotency.Response { return idempotency.Response{} }},
 		PassWithoutKey:  []string{"put", ""},
-		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
+		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
 		"scope is nil", "pool is nil", "Operation", `PassWithoutKey "put"`, `PassWithoutKey ""`, "RequestBytesMax -1", "ReadTimeout -1ns",
-		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
+		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "Operation.Failed", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
 	}
@@ -104,7 +105,7 @@ func TestResponseTooLargeToStore(t *testing.T) {
 	require.Equal(t, body, once.body)
 	for range 2 {
 		again := s.post(t, "k", "")
-		requireProblem(t, again, 410, httpkey.ProblemResponseDropped)
+		requireProblem(t, again, 410, serving.ResponseDropped)
 		require.True(t, again.replayed())
 		require.Equal(t, 201, again.problem.Outcome)
 		require.Equal(t, "/orders/1", again.header.Get("Location"))
@@ -173,12 +174,12 @@ func TestBodyThatWasReadBefore(t *testing.T) {
 			require.NoError(t, err)
 			switch {
 			case !c.served:
-				requireProblem(t, a, 500, httpkey.ProblemInternal)
+				requireProblem(t, a, 500, serving.Internal)
 				require.Contains(t, log.String(), "put the middleware in front")
 			case i == 0:
 				require.Equal(t, 201, a.status, name)
 			default:
-				requireProblem(t, a, 422, httpkey.ProblemKeyReused)
+				requireProblem(t, a, 422, serving.KeyReused)
 			}
 		}
 		require.Equal(t, map[bool]int{true: 1}[c.served], effects(t, pool), name)
@@ -251,18 +252,18 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 	for _, c := range []struct {
 		key, tenant, body string
 		status            int
-		kind              httpkey.Problem
+		kind              serving.Problem
 	}{
-		{"", "acme", "a", 400, httpkey.ProblemKeyMissing},
-		{"a b", "acme", "a", 400, httpkey.ProblemKeyMalformed},
-		{long, "acme", "a", 400, httpkey.ProblemKeyMalformed},
-		{"a", "acme", "12345678901", 413, httpkey.ProblemTooLarge},
-		{"a", "acme", "odd", 400, httpkey.ProblemUnreadable},
-		{"a", "", "a", 500, httpkey.ProblemInternal},
-		{"", "stranger", "a", 401, httpkey.ProblemUnauthenticated},
-		{"a", "broken", "a", 500, httpkey.ProblemInternal},
-		{"a", long, "a", 500, httpkey.ProblemInternal},
-		{"a", "acme", "1234567890", 503, httpkey.ProblemUnavailable}, // only this one asks the database
+		{"", "acme", "a", 400, serving.KeyMissing},
+		{"a b", "acme", "a", 400, serving.KeyMalformed},
+		{long, "acme", "a", 400, serving.KeyMalformed},
+		{"a", "acme", "12345678901", 413, serving.TooLarge},
+		{"a", "acme", "odd", 400, serving.Unreadable},
+		{"a", "", "a", 500, serving.Internal},
+		{"", "stranger", "a", 401, serving.Unauthenticated},
+		{"a", "broken", "a", 500, serving.Internal},
+		{"a", long, "a", 500, serving.Internal},
+		{"a", "acme", "1234567890", 503, serving.Unavailable}, // only this one asks the database
 	} {
 		a := s.post(t, c.key, c.body, "X-Tenant", c.tenant)
 		requireProblem(t, a, c.status, c.kind)
@@ -312,7 +313,7 @@ func TestStreamingIsRefused(t *testing.T) {
 		require.ErrorIs(t, got, c.want, name)
 		want := 1
 		if errors.Is(c.want, httpkey.ErrStreaming) || errors.Is(c.want, httpkey.ErrResponseTooLarge) {
-			requireProblem(t, a, 500, httpkey.ProblemInternal)
+			requireProblem(t, a, 500, serving.Internal)
 			want = 0
 		} else {
 			require.Less(t, a.status, 300)

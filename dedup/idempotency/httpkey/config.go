@@ -27,14 +27,12 @@ var ErrUnauthenticated = serving.ErrUnauthenticated
 type Config struct {
 	// Operation configures the keys: the name, which is required, window, waiting, encryption. One
 	// name may serve all routes; one of these may be a flow. A key that is sent again for another
-	// method, path or query is a mismatch.
+	// method, path or query is a mismatch. Failed is not allowed: with Strict the handler's response
+	// to a failure is stored.
 	Operation idempotency.Config
-	// Optional accepts requests without a key. They get a random one, so that the handler still has
-	// its transaction. Default: 400.
-	Optional bool
 	// PassWithoutKey are the methods that pass through if they come without a key, without a transaction.
-	// With a key, which a client sends because it relies on it, they are executed once, like any other.
-	// Default PUT and DELETE, which HTTP defines as idempotent. Empty and not nil: none. A handler of
+	// With a key, which a client sends because it relies on it, they are executed once, like any other;
+	// other methods get 400 without one. Default PUT and DELETE, which HTTP defines as idempotent. Empty and not nil: none. A handler of
 	// such a method calls TxOf for its transaction: what it writes on another connection is committed
 	// independently of the key, and needs a connection in addition to that of the request.
 	PassWithoutKey []string
@@ -61,11 +59,6 @@ type Config struct {
 	// Fingerprint returns the part of the body that distinguishes requests; method, path, query and
 	// media type always count. An error is answered with 400. Default: Canonical.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
-	// Describe writes the body of an answer that this package gives instead of the handler's, and
-	// returns its media type. It does not affect status and headers. Default: ProblemJSON.
-	Describe func(r *http.Request, answer Answer) (contentType string, body []byte)
-	// RetryAfter is the Retry-After sent with 503. 1 s to 1 h; default 1 s.
-	RetryAfter time.Duration
 }
 
 // Middleware executes requests once for each key. It is safe for concurrent use.
@@ -87,13 +80,6 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
-	if cfg.Operation.Failed != nil {
-		m.cfg.Operation.Failed = func(err error) idempotency.Response {
-			response := cfg.Operation.Failed(err)
-			response.Header = m.kept(response.Header)
-			return response
-		}
-	}
 	op, err := serving.New(pool, m.cfg.Operation, failed, m.cfg.HandlerTimeout)
 	problems = append(problems, err)
 	if err := errors.Join(problems...); err != nil {
@@ -111,7 +97,6 @@ func (c *Config) check() []error {
 	problems := bounds.Durations(
 		bounds.Duration{Field: "ReadTimeout", Value: &c.ReadTimeout, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "HandlerTimeout", Value: &c.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
 	)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
@@ -135,9 +120,6 @@ func (c *Config) check() []error {
 		case idempotency.NeverStored(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
 		}
-	}
-	if c.Describe == nil {
-		c.Describe = ProblemJSON
 	}
 	if c.Outcome == nil {
 		c.Outcome = DefaultOutcome

@@ -23,7 +23,7 @@
 // A client that retries after Operation.Window finds its key forgotten, and its request is executed
 // again, unless rows of the first execution prevent it: let a handler insert rows under
 // Key(r).ChildID, and pass the error to Fail. If such a row exists already, the request is
-// answered, and the answer stored, with 410 and ProblemKeyExpired. A handler that checks itself
+// answered, and the answer stored, with 410. A handler that checks itself
 // passes idempotency.ErrExpired to Fail; that error has the details. If the rows are deleted, or
 // have no such ID, nothing prevents a second execution: make the window longer than clients retry.
 //
@@ -35,8 +35,8 @@
 //
 // # What this package answers itself
 //
-// The middleware answers with problems of RFC 9457, each with its own type: see Problem, and
-// Config.Describe for another format. 409 with Retry-After means that another request is executing
+// The middleware answers with problems of RFC 9457, each with its own type, and fixed texts, which
+// contain neither keys nor errors: see docs/reference/idempotency-keys.md. 409 with Retry-After means that another request is executing
 // under the key, 409 without it that a person has to decide. 422 means that the key belongs to
 // another request, 429 that too many requests of this caller are waiting, 503 that the same key
 // may be retried. 410 means that the request was executed, and

@@ -45,9 +45,9 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		case err != nil:
 			m.fail(w, r, key, err, true, true)
 		case response.Replayed:
-			m.replay(w, r, response)
+			replay(w, response)
 		default:
-			m.write(w, r, response)
+			write(w, response)
 		}
 	}), nil
 }
@@ -67,7 +67,7 @@ func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []e
 func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request func(r *http.Request) ([]byte, error)) (idempotency.Key, []byte, bool) {
 	if e := serving.From(r.Context()); e != nil && e.Key.Operation == m.cfg.Operation.Operation {
 		m.op.Config().Logger.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
-		m.refuse(w, r, ProblemInternal, 0)
+		refuse(w, serving.Internal, 0)
 		return idempotency.Key{}, nil, false
 	}
 	key, body, ok := m.readRequest(w, r)
@@ -78,9 +78,9 @@ func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request fu
 	var final *idempotency.FinalError
 	switch {
 	case errors.As(err, &final):
-		m.write(w, r, final.Response)
+		write(w, final.Response)
 	case err != nil:
-		m.refuse(w, r, ProblemUnreadable, 0)
+		refuse(w, serving.Unreadable, 0)
 	}
 	return key, input, err == nil
 }

@@ -43,14 +43,12 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 		return idempotency.Key{}, nil, false
 	}
 	value, err := ParseKey(r.Header)
-	switch {
-	case errors.Is(err, ErrNoKey) && m.cfg.Optional:
-		value = idempotency.NewKey()
-	case errors.Is(err, ErrNoKey):
-		m.refuse(w, r, ProblemKeyMissing, 0)
-		return idempotency.Key{}, nil, false
-	case err != nil:
-		m.refuse(w, r, ProblemKeyMalformed, 0)
+	if err != nil {
+		problem := serving.KeyMalformed
+		if errors.Is(err, ErrNoKey) {
+			problem = serving.KeyMissing
+		}
+		refuse(w, problem, 0)
 		return idempotency.Key{}, nil, false
 	}
 	body, ok := m.read(w, r)
@@ -59,7 +57,7 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 	}
 	fingerprint, err := m.fingerprint(r, body)
 	if err != nil {
-		m.refuse(w, r, ProblemUnreadable, 0)
+		refuse(w, serving.Unreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
 	return m.op.Key(scope, value, fingerprint), body, true
@@ -70,7 +68,7 @@ func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, 
 	scope, err := m.scope(r)
 	problem := serving.CheckScope(r.Context(), m.op, scope, err)
 	if problem != "" {
-		m.refuse(w, r, urn+Problem(problem), 0)
+		refuse(w, problem, 0)
 	}
 	return scope, problem == ""
 }
@@ -80,15 +78,15 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
 	switch {
 	case errors.Is(err, bodies.ErrTooLarge):
-		m.refuse(w, r, ProblemTooLarge, 0)
+		refuse(w, serving.TooLarge, 0)
 	case errors.Is(err, bodies.ErrSlow):
-		m.refuse(w, r, ProblemReadTimeout, 0)
+		refuse(w, serving.ReadTimeout, 0)
 	case err != nil:
-		m.refuse(w, r, ProblemUnreadable, 0)
+		refuse(w, serving.Unreadable, 0)
 	case consumed(r, len(content)):
 		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which needs it to distinguish requests: it is refused; "+
 			"put the middleware in front of what reads the body")
-		m.refuse(w, r, ProblemInternal, 0)
+		refuse(w, serving.Internal, 0)
 	default:
 		return content, true
 	}
@@ -137,15 +135,15 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	var forgotten *forgottenError
 	switch {
 	case errors.As(err, &forgotten):
-		m.first(w, r, answered)
+		first(w, answered)
 	case err != nil:
 		m.fail(w, r, key, err, started || r.Context().Err() == nil, false)
 	case stored.Replayed:
-		m.replay(w, r, stored)
+		replay(w, stored)
 	case answered.Status != 0 && serving.Same(stored, kept):
-		m.first(w, r, answered)
-	default: // an outcome made by Fail, Config.Operation.Failed or misuse of the transaction
-		m.write(w, r, stored)
+		first(w, answered)
+	default: // an outcome made by Fail, or misuse of the transaction
+		write(w, stored)
 	}
 }
 
@@ -182,12 +180,12 @@ func removeFiles(run, r *http.Request) {
 // fail answers an error of the engine, or of a handler that called Fail. told: the error is worth
 // logging even if the client is gone; a client that left before its work began is not.
 func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told, flow bool) {
-	problem, retryAfter := serving.ProblemOf(err, m.cfg.RetryAfter)
+	problem, retryAfter := serving.ProblemOf(err)
 	if flow && problem == serving.Internal { // an error of a phase is no outcome: the flow can be resumed
-		problem, retryAfter = serving.Unavailable, m.cfg.RetryAfter
+		problem, retryAfter = serving.Unavailable, serving.RetryAfter
 	}
 	if told && problem.Describe().Status >= http.StatusInternalServerError {
 		m.op.Config().Logger.ErrorContext(r.Context(), "a request is answered without an outcome", "key", key, "problem", problem, "error", err)
 	}
-	m.refuse(w, r, urn+Problem(problem), retryAfter)
+	refuse(w, problem, retryAfter)
 }

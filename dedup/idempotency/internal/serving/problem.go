@@ -12,7 +12,7 @@ import (
 // capitals.
 type Problem string
 
-// The problems.
+// The problems. docs/reference/idempotency-keys.md lists them.
 const (
 	KeyMissing      Problem = "idempotency-key-missing"
 	KeyMalformed    Problem = "idempotency-key-malformed"
@@ -62,18 +62,21 @@ var answers = map[Problem]Answer{
 	Internal:        {500, "Internal error", "The request was not executed."},
 }
 
+// RetryAfter is how long a client waits before it retries, if no better value is known.
+const RetryAfter = time.Second
+
 // ProblemOf returns the problem for an error of the engine, or of a handler, and how long a client
-// waits before it retries: retryAfter, if no better value is known; 0: a retry does not help.
-func ProblemOf(err error, retryAfter time.Duration) (Problem, time.Duration) {
+// waits before it retries; 0: a retry does not help.
+func ProblemOf(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
 	var crowded *idempotency.CrowdedError
 	switch {
 	case errors.As(err, &crowded):
-		return TooManyWaiting, cmp.Or(crowded.RetryAfter, retryAfter)
+		return TooManyWaiting, cmp.Or(crowded.RetryAfter, RetryAfter)
 	case errors.As(err, &busy):
 		return KeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):
-		return KeyInProgress, retryAfter
+		return KeyInProgress, RetryAfter
 	case errors.Is(err, idempotency.ErrMismatch):
 		return KeyReused, 0
 	case errors.Is(err, idempotency.ErrIndeterminate):
@@ -81,9 +84,9 @@ func ProblemOf(err error, retryAfter time.Duration) (Problem, time.Duration) {
 	case errors.Is(err, idempotency.ErrAbandoned):
 		return KeyAbandoned, 0
 	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // another replica may be able to read it
-		return Unanswered, retryAfter
+		return Unanswered, RetryAfter
 	case Passing(err):
-		return Unavailable, retryAfter
+		return Unavailable, RetryAfter
 	}
 	return Internal, 0
 }

@@ -27,17 +27,15 @@ import (
 // ErrUnauthenticated is what a Scope returns for a request without a principal.
 var ErrUnauthenticated = errors.New("the request is not authenticated")
 
-// New returns the operation of a server. failed makes the response for ErrExpired, and for a
-// failure if cfg.Failed is nil. handlerTimeout must be more than cfg.WaitMax.
+// New returns the operation of a server, whose failed makes the responses of cfg.Failed.
+// handlerTimeout must be more than cfg.WaitMax.
 func New(pool *pgxpool.Pool, cfg idempotency.Config, failed func(error) idempotency.Response, handlerTimeout time.Duration) (*idempotency.Operation, error) {
-	given := cfg.Failed
-	cfg.Failed = func(err error) idempotency.Response {
-		if given == nil || errors.Is(err, idempotency.ErrExpired) {
-			return failed(err)
-		}
-		return given(err)
-	}
+	given := cfg.Failed != nil
+	cfg.Failed = failed
 	op, err := idempotency.New(pool, cfg)
+	if given {
+		err = errors.Join(err, errors.New("Operation.Failed: want none: a failure has the handler's response"))
+	}
 	if err == nil && op.Config().WaitMax >= handlerTimeout {
 		err = bounds.Problem("HandlerTimeout", handlerTimeout, fmt.Sprintf("more than Operation.WaitMax, %v", op.Config().WaitMax))
 	}

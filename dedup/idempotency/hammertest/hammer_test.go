@@ -273,6 +273,9 @@ func (h *hammer) send(ctx context.Context, k *history, a *answer) (http.Header, 
 	defer func() { _ = response.Body.Close() }()
 	text, err := io.ReadAll(response.Body)
 	a.Status, a.Text = response.StatusCode, string(text)
+	if k.kind == kindHook && a.Text == "refused\n" { // a sender gets 200
+		a.Status = http.StatusPaymentRequired
+	}
 	return response.Header, err
 }
 

@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"log/slog"
+	"net/http"
 	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -32,13 +32,6 @@ type Config struct {
 	// the ID counts. Change it together with the name of the sender, or one window after the last
 	// event: otherwise redeliveries of events that were handled before the change are refused.
 	CompareBody bool
-	// RefusedStatus is the status after Refuse, so that the sender stops. 200 to 499 without 3xx,
-	// and without 408, 409, 410, 425 and 429, which senders treat as a request to retry, or to
-	// remove the endpoint; default 200, with the body "refused". After a 4xx Stripe and Standard
-	// Webhooks retry for days: see the package's text.
-	RefusedStatus int
-	// RetryAfter is sent to the sender after a failure. 1 s to 1 h; default 10 s.
-	RetryAfter time.Duration
 	// BodyBytesMax is the largest body. 1 byte to 64 MiB; default 1 MiB.
 	BodyBytesMax int
 	// ReadMax is how long reading the body may take; no database connection is held during it. It
@@ -49,11 +42,9 @@ type Config struct {
 	HandleMax time.Duration
 	// Idempotency configures the storage of events: the schema, the window, time limits. Window
 	// defaults to 7 days here, and must be longer than the sender's retries and than twice the
-	// tolerance. Operation, Strict and Failed are not allowed.
+	// tolerance. Operation, Strict and Failed are not allowed. Its Logger also gets deliveries that are
+	// not handled, without secrets, bodies or headers.
 	Idempotency idempotency.Config
-	// Logger gets deliveries that are not handled, without secrets, bodies or headers. Default:
-	// none.
-	Logger *slog.Logger
 	// Hooks are called synchronously; they must return quickly.
 	Hooks Hooks
 }
@@ -76,6 +67,8 @@ type Answer struct {
 	// Err is the reason why it was not handled: an error of this package, of idempotency, or of the
 	// handler.
 	Err error
+
+	retryAfter time.Duration // zero: none is sent
 }
 
 const refused = "refused"
@@ -92,18 +85,12 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Tolerance", Value: &c.Tolerance, Default: 5 * time.Minute, Min: time.Second, Max: 24 * time.Hour},
-		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 10 * time.Second, Min: time.Second, Max: time.Hour},
 		bounds.Duration{Field: "ReadMax", Value: &c.ReadMax, Default: 10 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},
 		bounds.Duration{Field: "HandleMax", Value: &c.HandleMax, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)...)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "BodyBytesMax", Value: &c.BodyBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
-		bounds.Int{Field: "RefusedStatus", Value: &c.RefusedStatus, Default: 200, Min: 200, Max: 499},
 	)...)
-	switch s := c.RefusedStatus; {
-	case s >= 300 && s < 400, s == 408, s == 409, s == 410, s == 425, s == 429:
-		problems = append(problems, bounds.Problem("RefusedStatus", s, "2xx, or 4xx but for 408, 409, 410, 425 and 429"))
-	}
 	i := &c.Idempotency
 	if i.Operation != "" {
 		problems = append(problems, errors.New("Idempotency.Operation: want none: it is the Name"))
@@ -121,19 +108,13 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, errors.New("Idempotency.Strict: want false: a failure that is over tomorrow would refuse the event"))
 	}
 	if i.Failed != nil {
-		problems = append(problems, errors.New("Idempotency.Failed: want none: RefusedStatus answers"))
+		problems = append(problems, errors.New("Idempotency.Failed: want none: Refuse answers"))
 	}
-	i.Failed = func(error) idempotency.Response { return c.refusal() }
-	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
-	}
-	if i.Logger == nil {
-		i.Logger = c.Logger
-	}
+	i.Failed = func(error) idempotency.Response { return refusal() }
 	return c, errors.Join(problems...)
 }
 
 // refusal is the stored outcome of a refused event.
-func (c Config) refusal() idempotency.Response {
-	return idempotency.Response{Status: c.RefusedStatus, Body: []byte(refused)}
+func refusal() idempotency.Response {
+	return idempotency.Response{Status: http.StatusOK, Body: []byte(refused)}
 }

@@ -24,8 +24,7 @@
 // clock in that transaction, and only for an event that is not stored, since all others have no
 // effect. The clock of this process decides only how long it waits.
 //
-//	200              handled, now or before; or stored by a person (outbox-relay keys finish), with its status
-//	RefusedStatus    refused (Refuse), now or before
+//	200              handled or refused (Refuse), now or before; or stored by a person (outbox-relay keys finish), with its status
 //	400, 401, 405    malformed or out of tolerance; no signature matches; not POST
 //	408, 413         the body was too slow, or too large
 //	409              another delivery of the event is being handled; with Retry-After
@@ -36,12 +35,12 @@
 // # How senders react
 //
 // Stripe treats anything but 2xx as a failure, retries for three days at growing intervals, and
-// disables an endpoint that keeps failing: refuse with 2xx. It signs each attempt anew, so the
+// disables an endpoint that keeps failing. It signs each attempt anew, so the
 // tolerance does not reject its retries.
 //
 // GitHub does not redeliver automatically, whatever the status, and stops waiting after 10 seconds.
 // A person, or a program through its API, redelivers a failed delivery within three days, under the
-// same ID. Refuse with 4xx if that should appear in its list. See [GitHub] for what it does not
+// same ID. See [GitHub] for what it does not
 // sign.
 //
 // Standard Webhooks recommends about ten attempts over three days, each signed anew. 2xx ends them;

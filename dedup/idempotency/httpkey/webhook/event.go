@@ -56,13 +56,8 @@ var (
 	ErrSlow = errors.New("the delivery's body did not arrive in time")
 )
 
-// RefusedError is the error that Refuse returns.
-type RefusedError struct{ Err error }
-
-func (e *RefusedError) Error() string { return e.Err.Error() }
-func (e *RefusedError) Unwrap() error { return e.Err }
-
 // Refuse means that the event can never be handled: the handler's writes are rolled back, the
-// refusal is stored as the event's outcome, and the sender gets Config.RefusedStatus, now and at
-// each redelivery, so that it stops.
-func Refuse(err error) error { return &RefusedError{err} }
+// refusal is stored as the event's outcome, and the sender gets 200 with the body "refused", now and at
+// each redelivery, so that it stops: after a 4xx Stripe and Standard Webhooks retry for days. Any other
+// idempotency.Final does the same.
+func Refuse(err error) error { return idempotency.Final(refusal(), err) }

@@ -27,7 +27,7 @@ func Example() {
 		if err != nil {
 			return nil, err
 		}
-		pushes, err := webhook.New(pool, webhook.Config{Sender: "github", Name: "pushes", Scheme: webhook.GitHub(current), RefusedStatus: 422},
+		pushes, err := webhook.New(pool, webhook.Config{Sender: "github", Name: "pushes", Scheme: webhook.GitHub(current)},
 			func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 				_, err := tx.Exec(ctx, `INSERT INTO builds (push) VALUES ($1)`, event.Body)
 				return err

@@ -1,6 +1,9 @@
 package webhook
 
-import "net/http"
+import (
+	"net/http"
+	"time"
+)
 
 // Verify is what happens to a delivery before the database is asked.
 func (s Scheme) Verify(header http.Header, body []byte) (Event, error) {
@@ -11,6 +14,8 @@ func (s Scheme) Verify(header http.Header, body []byte) (Event, error) {
 }
 
 // Answer is what a sender gets for an error of the engine: status and Retry-After.
-func (r *Receiver) Answer(err error) (status, retryAfter int) {
-	return statusOf(err), r.retryAfter(err)
+func AnswerTo(err error) (status int, retryAfter time.Duration) {
+	var a Answer
+	a.refuse(err)
+	return a.Status, a.retryAfter
 }

@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
@@ -58,17 +59,18 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 		r.cfg.Hooks.Answered(a)
 	}
 	r.log(request.Context(), a)
+	if a.retryAfter > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(a.retryAfter.Seconds()))))
+	}
 	w.Header().Set("Cache-Control", "no-store")
 	text := http.StatusText(a.Status)
 	if a.Refused {
 		text = refused
 	}
 	switch a.Status {
-	case http.StatusConflict, http.StatusTooManyRequests, http.StatusServiceUnavailable:
-		w.Header().Set("Retry-After", strconv.Itoa(r.retryAfter(a.Err)))
 	case http.StatusMethodNotAllowed:
 		w.Header().Set("Allow", http.MethodPost)
-	case http.StatusNoContent:
+	case http.StatusNoContent: // stored by a person
 		w.WriteHeader(a.Status)
 		return
 	}
@@ -87,7 +89,7 @@ func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer 
 	}
 	event, err := r.verified(w, request)
 	if err != nil {
-		a.Status, a.Err = statusOf(err), err
+		a.refuse(err)
 		return a
 	}
 	a.ID, a.Type = event.ID, event.Type
@@ -150,10 +152,8 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 			return idempotency.Response{}, err
 		}
 		failure = r.handle(ctx, tx, event)
-		var refusal *RefusedError
-		var final *idempotency.FinalError
-		if errors.As(failure, &refusal) || errors.As(failure, &final) {
-			return idempotency.Response{}, idempotency.Final(r.cfg.refusal(), failure)
+		if final := new(*idempotency.FinalError); errors.As(failure, final) {
+			return idempotency.Response{}, idempotency.Final(refusal(), failure)
 		}
 		return idempotency.Response{Status: http.StatusOK}, failure
 	})
@@ -167,9 +167,9 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 			a.Err = failure
 		}
 	case failure != nil:
-		a.Status, a.Err = http.StatusServiceUnavailable, err
+		a.Status, a.retryAfter, a.Err = http.StatusServiceUnavailable, retryAfter, err
 	default:
-		a.Status, a.Err = statusOf(err), err
+		a.refuse(err)
 	}
 }
 
@@ -189,43 +189,27 @@ func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error
 	return nil
 }
 
-// statusOf returns 409, 429 or 5xx if another delivery of the event may succeed.
-func statusOf(err error) int {
-	var crowded *idempotency.CrowdedError
-	if errors.As(err, &crowded) {
-		return http.StatusTooManyRequests
-	}
-	for _, known := range []struct {
-		err    error
-		status int
-	}{
-		{ErrStale, http.StatusBadRequest},
-		{ErrSignature, http.StatusUnauthorized},
-		{ErrMalformed, http.StatusBadRequest},
-		{idempotency.ErrInvalid, http.StatusBadRequest},
-		{ErrTooLarge, http.StatusRequestEntityTooLarge},
-		{ErrSlow, http.StatusRequestTimeout},
-		{idempotency.ErrMismatch, http.StatusUnprocessableEntity},
-		{idempotency.ErrInProgress, http.StatusConflict},
-	} {
-		if errors.Is(err, known.err) {
-			return known.status
-		}
-	}
-	return http.StatusServiceUnavailable
-}
+// retryAfter is sent to the sender after a failure.
+const retryAfter = 10 * time.Second
 
-func (r *Receiver) retryAfter(err error) int {
-	var after time.Duration
-	var busy *idempotency.InProgressError
-	var crowded *idempotency.CrowdedError
-	switch {
-	case errors.As(err, &busy):
-		after = busy.RetryAfter
-	case errors.As(err, &crowded):
-		after = crowded.RetryAfter
+// refuse sets the status for a delivery that is not handled: 409, 429 or 5xx, and the time of the next one,
+// if another delivery of the event may succeed.
+func (a *Answer) refuse(err error) {
+	a.Err = err
+	switch problem, after := serving.ProblemOf(err); {
+	case errors.Is(err, ErrSignature):
+		a.Status = http.StatusUnauthorized
+	case errors.Is(err, ErrStale), errors.Is(err, ErrMalformed), errors.Is(err, idempotency.ErrInvalid):
+		a.Status = http.StatusBadRequest
+	case errors.Is(err, ErrTooLarge):
+		a.Status = http.StatusRequestEntityTooLarge
+	case errors.Is(err, ErrSlow):
+		a.Status = http.StatusRequestTimeout
+	case problem == serving.TooManyWaiting, problem == serving.KeyInProgress, problem == serving.KeyReused:
+		a.Status, a.retryAfter = problem.Describe().Status, after
+	default:
+		a.Status, a.retryAfter = http.StatusServiceUnavailable, retryAfter
 	}
-	return max(1, int(math.Ceil(cmp.Or(after, r.cfg.RetryAfter).Seconds())))
 }
 
 // log logs a delivery that is not handled. Unverified deliveries are logged at level info, since
@@ -238,5 +222,5 @@ func (r *Receiver) log(ctx context.Context, a Answer) {
 	case a.ID == "":
 		level = slog.LevelInfo
 	}
-	r.cfg.Logger.Log(ctx, level, "a webhook delivery is not handled", "sender", a.Sender, "id", a.ID, "type", a.Type, "status", a.Status, "error", a.Err)
+	r.events.Config().Logger.Log(ctx, level, "a webhook delivery is not handled", "sender", a.Sender, "id", a.ID, "type", a.Type, "status", a.Status, "error", a.Err)
 }

@@ -110,14 +110,14 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 	failures := []error{errors.New("canary"), webhook.ErrSignature, idempotency.ErrMismatch, idempotency.ErrInProgress, context.Canceled, nil}
 	var logged bytes.Buffer
 	i := 0
-	r := newReceiver(t, pool, webhook.Config{RetryAfter: 1500 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(&logged, nil))},
+	r := newReceiver(t, pool, webhook.Config{Idempotency: idempotency.Config{Logger: slog.New(slog.NewTextHandler(&logged, nil))}},
 		func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 			return errors.Join(book(ctx, tx, event), failures[i])
 		})
 	for ; failures[i] != nil; i++ {
 		w := deliver(r, request(t, "evt_1", dbNow(t)))
 		require.Equal(t, http.StatusServiceUnavailable, w.Code, failures[i])
-		require.NotEmpty(t, w.Header().Get("Retry-After"))
+		require.Equal(t, "10", w.Header().Get("Retry-After"))
 		require.Equal(t, "Service Unavailable\n", w.Body.String())
 		require.Contains(t, logged.String(), failures[i].Error())
 		require.Zero(t, effects(t, pool, "evt_1")+storedKeys(t, pool))
@@ -128,24 +128,23 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", dbNow(t))).Code)
 }
 
-// Property: a refusal rolls back what the handler wrote, is stored with the configured status, and
-// never retried; with AttemptsMax also an event that failed that often. Recordings that are out of
-// tolerance use up no attempt.
+// Property: a refusal rolls back what the handler wrote, is stored, and never retried.
 func TestRefusalsStopTheSender(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	for _, status := range []int{200, 204, 422} {
-		id := fmt.Sprint("evt_", status)
+	for id, refusal := range map[string]error{
+		"evt_1": webhook.Refuse(io.EOF), "evt_2": idempotency.Final(idempotency.Response{Status: 422, Body: []byte("not shown")}, io.EOF),
+	} {
 		calls := 0
 		var answers []webhook.Answer
-		r := newReceiver(t, pool, webhook.Config{RefusedStatus: status, Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answers = append(answers, a) }}},
+		r := newReceiver(t, pool, webhook.Config{Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answers = append(answers, a) }}},
 			func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 				calls++
-				return errors.Join(book(ctx, tx, event), fmt.Errorf("parse: %w", webhook.Refuse(io.EOF)))
+				return errors.Join(book(ctx, tx, event), fmt.Errorf("parse: %w", refusal))
 			})
 		for range 3 {
 			w := deliver(r, request(t, id, dbNow(t)))
-			require.Equal(t, status, w.Code)
+			require.Equal(t, []any{200, "refused\n"}, []any{w.Code, w.Body.String()})
 			require.Empty(t, w.Header().Get("Retry-After"))
 		}
 		require.Equal(t, 1, calls)
@@ -279,12 +278,19 @@ func dbNow(t *testing.T) time.Time {
 // Property: a sender with too many concurrent deliveries gets an answer with the time of a retry. Row H29 of guarantees.md.
 func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 	t.Parallel()
-	r := newReceiver(t, pgtest.NoPool(t), webhook.Config{RetryAfter: 7 * time.Second}, book)
-	for err, want := range map[error][2]int{
-		&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}: {429, 2}, &idempotency.InProgressError{RetryAfter: 3 * time.Second}: {409, 3}, io.EOF: {503, 7},
+	for _, c := range []struct {
+		err    error
+		status int
+		after  time.Duration
+	}{
+		{&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}, 429, 1500 * time.Millisecond},
+		{&idempotency.InProgressError{RetryAfter: 3 * time.Second}, 409, 3 * time.Second},
+		{idempotency.ErrMismatch, 422, 0},
+		{idempotency.ErrIndeterminate, 503, 10 * time.Second},
+		{io.EOF, 503, 10 * time.Second},
 	} {
-		status, afterwards := r.Answer(fmt.Errorf("once: %w", err))
-		require.Equal(t, want, [2]int{status, afterwards}, err)
+		status, after := webhook.AnswerTo(fmt.Errorf("once: %w", c.err))
+		require.Equal(t, []any{c.status, c.after}, []any{status, after}, c.err)
 	}
 }
 

@@ -171,17 +171,13 @@ func TestWrongSecretsAreRefused(t *testing.T) {
 func TestWrongSettingsAreRefused(t *testing.T) {
 	t.Parallel()
 	change := map[string]func(*webhook.Config){
-		"Tolerance 1ms: want":     func(c *webhook.Config) { c.Tolerance = time.Millisecond },
-		"RetryAfter 2h0m0s: want": func(c *webhook.Config) { c.RetryAfter = 2 * time.Hour },
-		"ReadMax -1ns: want":      func(c *webhook.Config) { c.ReadMax = -1 },
-		"HandleMax 2h0m0s: want":  func(c *webhook.Config) { c.HandleMax = 2 * time.Hour },
+		"Tolerance 1ms: want":    func(c *webhook.Config) { c.Tolerance = time.Millisecond },
+		"ReadMax -1ns: want":     func(c *webhook.Config) { c.ReadMax = -1 },
+		"HandleMax 2h0m0s: want": func(c *webhook.Config) { c.HandleMax = 2 * time.Hour },
 		"HandleMax 1s: want more than Idempotency.WaitMax, 1s": func(c *webhook.Config) {
 			c.HandleMax, c.Idempotency.WaitMax = time.Second, time.Second
 		},
 		"BodyBytesMax -1: want":                              func(c *webhook.Config) { c.BodyBytesMax = -1 },
-		"RefusedStatus 500: want":                            func(c *webhook.Config) { c.RefusedStatus = 500 },
-		"RefusedStatus 410: want 2xx":                        func(c *webhook.Config) { c.RefusedStatus = 410 },
-		"RefusedStatus 301: want 2xx":                        func(c *webhook.Config) { c.RefusedStatus = 301 },
 		"Idempotency.Window 10m0s: want more than twice the": func(c *webhook.Config) { c.Idempotency.Window = 10 * time.Minute },
 		"Idempotency.Strict: want false":                     func(c *webhook.Config) { c.Idempotency.Strict = true },
 		"Retries -1: want":                                   func(c *webhook.Config) { c.Idempotency.Retries = -1 },

@@ -3,7 +3,6 @@ package idempotency
 import (
 	"slices"
 	"strings"
-	"time"
 	"unicode"
 )
 
@@ -14,14 +13,13 @@ type Weakness string
 // The weaknesses.
 const (
 	WeakShort    Weakness = "short"    // less than 8 bytes
-	WeakNumber   Weakness = "number"   // only a number: two clients, or one that restarts, use the same ones
-	WeakTime     Weakness = "time"     // only a time: two requests at the same instant get the same key
+	WeakNumber   Weakness = "number"   // only a number, or a time: two clients, or one that restarts, use the same ones
 	WeakConstant Weakness = "constant" // at most three different characters
 )
 
 const (
 	shortBytes = 8
-	digitsMax  = 25 // a longer number has more than 80 bits: random, not a counter
+	digitsMax  = 27 // a longer number is random, not a counter; a time to the nanosecond has as many
 )
 
 // Advise returns the weaknesses of a value: none for what NewKey makes, and for other random
@@ -31,10 +29,7 @@ func Advise(value string) (weak []Weakness) {
 	if len(value) < shortBytes && !isName(value) {
 		weak = append(weak, WeakShort)
 	}
-	switch {
-	case isTime(value):
-		weak = append(weak, WeakTime)
-	case isNumber(value):
+	if isNumber(value) {
 		weak = append(weak, WeakNumber)
 	}
 	if len(value) >= shortBytes && distinct(value) <= 3 {
@@ -43,22 +38,17 @@ func Advise(value string) (weak []Weakness) {
 	return weak
 }
 
+// isNumber reports whether a value has few digits, and nothing else but what separates those of a time.
 func isNumber(value string) bool {
-	return value != "" && len(value) <= digitsMax && strings.Trim(value, "0123456789") == ""
-}
-
-// isTime matches times in the usual notations, and Unix times in seconds to nanoseconds of the
-// years 2001 to 2096.
-func isTime(value string) bool {
-	if isNumber(value) && slices.Contains([]int{10, 13, 16, 19}, len(value)) {
-		return value[0] >= '1' && value[0] <= '3'
-	}
-	for _, layout := range []string{time.RFC3339Nano, "2006-01-02T15:04:05", time.DateTime, time.DateOnly, "20060102150405", "20060102T150405Z", "20060102"} {
-		if _, err := time.Parse(layout, value); err == nil {
-			return true
+	digits := 0
+	for _, r := range value {
+		if unicode.IsDigit(r) {
+			digits++
+		} else if !strings.ContainsRune("TZ:+-. ", r) {
+			return false
 		}
 	}
-	return false
+	return digits > 0 && digits <= digitsMax
 }
 
 func distinct(value string) int {

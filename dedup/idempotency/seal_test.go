@@ -332,22 +332,29 @@ func TestSomeHeadersAreNeverStored(t *testing.T) {
 	require.Equal(t, mixed(), response.Header, "the caller's is left as it is")
 }
 
-// Property: headers are replayed byte for byte, encrypted or not, also those that JSON cannot hold:
-// Latin-1, as names of files have it, and NUL.
+// Property: headers are replayed byte for byte, encrypted or not; a value that the table cannot hold, such
+// as Latin-1, is an error with its remedy, and nothing is stored.
 func TestHeadersAreReplayedByteForByte(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	header := map[string][]string{
-		"Location": {"/caf\xe9", "/café", "\x00", "\\u0000", "\xff\xfe", "\uFFFD", "<&>\u2028", `{"base64":"AAAA"}`, ""}, "X-É": {"a"}, "X-Empty": nil,
-	}
 	for name, seal := range map[string]idempotency.Sealer{"plain": nil, "sealed": newSealer(t, "old", "old")} {
-		for _, replayed := range []bool{false, true} {
-			response, err := newOperation(t, pool, idempotency.Config{Seal: seal}).Once(t.Context(), key(name), func(context.Context, pgx.Tx) (idempotency.Response, error) {
-				return idempotency.Response{Status: 201, Header: maps.Clone(header)}, nil
+		once := func(name string, header map[string][]string) (idempotency.Response, error) {
+			return newOperation(t, pool, idempotency.Config{Seal: seal}).Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+				return idempotency.Response{Status: 201, Header: maps.Clone(header)}, effect(ctx, tx, name)
 			})
+		}
+		header := map[string][]string{"Location": {"/café", "\\u0000", "\uFFFD", "<&>\u2028", `{"base64":"AAAA"}`, ""}, "X-É": {"a"}, "X-Empty": nil}
+		for _, replayed := range []bool{false, true} {
+			response, err := once(name, header)
 			require.NoError(t, err, name)
 			require.Equal(t, replayed, response.Replayed)
 			require.Equal(t, header, response.Header, name)
 		}
+		for refused, value := range map[string]string{"Latin-1": "/caf\xe9", "NUL": "\x00"} {
+			_, err := once(name+refused, map[string][]string{"Location": {"/", value}})
+			require.ErrorContains(t, err, "header Location has a value that is not UTF-8, or has NUL")
+			require.Zero(t, effects(t, pool, name+refused))
+		}
 	}
+	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 }

@@ -104,7 +104,7 @@ func (o *Operation) replay(k Key, s *stored) (Response, error) {
 		return Response{}, err
 	}
 	if headers != nil {
-		if r.Header, err = readHeaders(headers); err != nil {
+		if err = json.Unmarshal(headers, &r.Header); err != nil {
 			return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
 		}
 	}

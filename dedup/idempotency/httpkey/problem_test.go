@@ -122,7 +122,7 @@ func TestFirstAnswerIsWhatIsReplayed(t *testing.T) {
 		CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'conflict') EXECUTE FUNCTION refuse()`)
 	require.NoError(t, err)
 	write := func(w http.ResponseWriter, status int) {
-		w.Header().Set("Location", "/caf\xe9")
+		w.Header().Set("Location", "/café")
 		w.WriteHeader(status)
 		_, _ = io.WriteString(w, "A\x00\xff")
 	}

@@ -26,8 +26,7 @@ import (
 // An error of the work rolls everything back and frees the key at once. Final stores a response
 // without effects in the same transaction, so no waiting request executes the work again. The one
 // exception is work that lost its connection, which pgx closes where ctx ends during a statement:
-// the claim is lost with the connection, and the outcome of a request that executed in between
-// counts.
+// the claim is lost with the connection, and Final stores nothing.
 //
 // Errors that wrap ErrMismatch, ErrInProgress, ErrAbandoned and ErrInvalid mean that the work did
 // not run. After ErrUnanswered the outcome is unknown: retry with the same key. Retrying is safe

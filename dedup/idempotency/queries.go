@@ -86,10 +86,13 @@ WITH stored AS (UPDATE effectonce.idempotency_keys SET status = $4::smallint, he
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isFinished + ` AND finished_at IS NULL RETURNING 1)
 SELECT 1 / count(*) FROM stored`
 
-// doubtSQL marks a key of work in one transaction for a person: the caller's transaction holds it.
+// doubtSQL marks a key of work in one transaction for a person: the caller's transaction holds it, or lost
+// it. It changes no row if another request has an outcome.
 const doubtSQL = `-- idempotency.doubt
-UPDATE effectonce.idempotency_keys SET state = 'indeterminate', error = $4, expires_at = NULL
-WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3`
+INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error)
+VALUES ($1::text, $2::text, $3::text, $4::bytea, 'indeterminate', $5, 1, $6)
+ON CONFLICT (scope, operation, key) DO UPDATE SET state = 'indeterminate', error = excluded.error, expires_at = NULL
+WHERE coalesce(k.state, '') OPERATOR(pg_catalog.=) 'finished' AND k.finished_at IS NULL`
 
 type queries struct {
 	settings, look, guard, forgetScope string

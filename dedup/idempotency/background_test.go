@@ -298,7 +298,6 @@ func TestWrongSettings(t *testing.T) {
 		`CallAgainMax of phase "charge" 1h0m0s: want none`:               {phase: call(time.Hour, true)},
 		`CallAgainMax of phase "charge" 1h0m0s: want none:`:              {phase: without},
 		`AtOnceMax 1001: want 1 to 1000`:                                 {cfg: flow{AtOnceMax: 1001}, phase: ends("charge")},
-		`Name "a\n": want at most 255 bytes`:                             {cfg: flow{Name: "a\n"}, phase: ends("charge")},
 		"Isolation":                                                      {op: idempotency.Config{Isolation: pgx.Serializable}, phase: ends("all")},
 	} {
 		_, err := idempotency.NewFlow(newOperation(t, pool, c.op), c.cfg, c.phase)

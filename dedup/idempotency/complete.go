@@ -89,9 +89,6 @@ func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work
 // stored stay.
 func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
 	all, err := Reap(ctx, o.pool, o.cfg.Schema, func(Reaped) {})
-	if all.Forgotten > 0 && o.cfg.Hooks.Reaped != nil {
-		o.cfg.Hooks.Reaped(all.Forgotten)
-	}
 	if all.Doubted > 0 {
 		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
 	}
@@ -193,7 +190,7 @@ func (f *Flow[S]) key(d due) Key { return Key{d.Scope, f.op.cfg.Operation, d.Val
 
 // page reads a work list of the flow.
 func (f *Flow[S]) page(ctx context.Context, sql string, args ...any) ([]due, error) {
-	rows, err := f.op.pool.Query(ctx, sql, append([]any{f.op.cfg.Operation, f.cfg.Name}, args...)...)
+	rows, err := f.op.pool.Query(ctx, sql, append([]any{f.op.cfg.Operation, f.op.cfg.Operation}, args...)...)
 	if err != nil {
 		return nil, fmt.Errorf("look for keys: %w", err)
 	}

@@ -1,13 +1,11 @@
 package idempotency
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/google/uuid"
@@ -36,10 +34,6 @@ type Flow[S any] struct {
 
 // FlowConfig of a Flow. The zero value works.
 type FlowConfig[S any] struct {
-	// Name of the flow, stored with its keys. A flow with another name, in another program with the
-	// same operation, does not touch them (ErrUnknownRecoveryPoint). The name must stay the same
-	// while keys are unfinished. At most 255 bytes; default: the operation's name.
-	Name string
 	// StoreRequest stores the request until the outcome is stored, so that the completer (Flow.Run)
 	// can finish a flow whose client gave up. Default: such a flow waits for its client.
 	StoreRequest bool
@@ -137,12 +131,6 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	} else if op.cfg.Isolation != pgx.ReadCommitted {
 		problems = append(problems, fmt.Errorf("Config.Isolation of the operation is %q: want read committed, since the lock of a key is renewed while a phase writes", op.cfg.Isolation))
 	}
-	if op != nil {
-		f.cfg.Name = cmp.Or(cfg.Name, op.cfg.Operation)
-	}
-	if len(f.cfg.Name) > keyBytesMax || !readable(f.cfg.Name) {
-		problems = append(problems, bounds.Problem("Name", strconv.Quote(cfg.Name), fmt.Sprintf("at most %d bytes of UTF-8 without control characters", keyBytesMax)))
-	}
 	problems = append(problems, f.cfg.checkDurations()...)
 	problems = append(problems, bounds.Ints(bounds.Int{Field: "AtOnceMax", Value: &f.cfg.AtOnceMax, Default: 8, Min: 1, Max: 1000})...)
 	if len(phases) == 0 || len(phases) > phasesMax {
@@ -198,7 +186,7 @@ const phasesMax = 100
 // A phase that fails ends the attempt: its writes are rolled back, earlier recovery points stay,
 // and the lock is released, so that the next request with the key continues at that phase at once.
 // A phase that failed ten times has to wait for the doubled RetryAfter (ErrInProgress). Final makes the failure the outcome. A phase that panics, or ends its goroutine,
-// fails in the same way; the panic reaches the caller.
+// fails in the same way; the panic is logged with its stack.
 //
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint and ErrLockLost. When ctx
 // ends, the flow stops between two phases and can be resumed: a call that may be repeated is
@@ -214,9 +202,7 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 			return response, err
 		}
 		crashpoint.At(ctx, crashpoint.KeyClaimed)
-		response, err = f.drive(ctx, h, request)
-		again(err)
-		return response, err
+		return f.drive(ctx, h, request)
 	}))
 }
 
@@ -236,7 +222,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		asked := time.Now()
 		var s *stored
 		err := o.claim(ctx, key, func(row pgx.Row) (err error) { s, err = read(row); return err },
-			o.sql.flow.claim, fingerprint, sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name, o.window())
+			o.sql.flow.claim, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window())
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // another request committed the key while the insert waited; above read committed that is an error
@@ -288,7 +274,7 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 		return nil, err
 	}
 	h, taken, age := newHolder(o, key, s, time.Now()), false, (*float64)(nil)
-	err = o.claim(ctx, key, one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age), o.sql.flow.take, s.token, o.cfg.Lock, o.cfg.Owner, s.fingerprint, s.phases, s.calling, f.cfg.Name, kept, o.window(), s.call)
+	err = o.claim(ctx, key, one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age), o.sql.flow.take, s.token, o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
 	if err == nil && !taken || conflict(err) {
 		return nil, nil
 	}
@@ -320,10 +306,10 @@ func (f *Flow[S]) knows(s *stored) error {
 	if s.calling != nil {
 		begun = append(slices.Clone(begun), *s.calling)
 	}
-	if s.flow == f.cfg.Name && len(s.phases) < len(f.names) && len(begun) <= len(f.names) && slices.Equal(begun, f.names[:len(begun)]) {
+	if s.flow == f.op.cfg.Operation && len(s.phases) < len(f.names) && len(begun) <= len(f.names) && slices.Equal(begun, f.names[:len(begun)]) {
 		return nil
 	}
-	return fmt.Errorf("%w: done and called are %q of flow %q, known %q of flow %q", ErrUnknownRecoveryPoint, begun, s.flow, f.names, f.cfg.Name)
+	return fmt.Errorf("%w: done and called are %q of flow %q, known %q of flow %q", ErrUnknownRecoveryPoint, begun, s.flow, f.names, f.op.cfg.Operation)
 }
 
 // drive executes the phases that are not done, under the lock.
@@ -392,7 +378,7 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 		return Response{}, cause // the phase may be done: after the lock expires, the next worker sees
 	case h.doubtful: // the call was made, and its result could not be stored
 		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
-	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !errors.As(cause, new(*unwound)) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
+	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !errors.Is(cause, errUnwound) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		return f.settle(ctx, h, &FinalError{Response: h.o.failed(ctx, h.key, cause)}, stolen) // what happened is continued instead
 	}
 	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))

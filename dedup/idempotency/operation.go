@@ -1,12 +1,10 @@
 package idempotency
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
-	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -60,9 +58,6 @@ type Config struct {
 	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Rows stored in clear,
 	// from before it was set or finished by an operator, are read as they are. Default: none.
 	Seal Sealer
-	// Owner names this process in locks, for people to read. At most 255 bytes. Default: host name,
-	// process number and four random bytes.
-	Owner string
 	// Logger gets abandoned and indeterminate keys, failures that became outcomes, lost locks, and errors of
 	// the maintenance loops. Default: none.
 	Logger *slog.Logger
@@ -74,8 +69,6 @@ type Config struct {
 type Hooks struct {
 	// Answered is called for each request, with its verdict.
 	Answered func(operation string, verdict Verdict)
-	// Reaped is called with the number of keys that were forgotten.
-	Reaped func(keys int64)
 	// Weak is called for each weakness of the value of a key that a request brings: see Advise.
 	Weak func(operation string, weakness Weakness)
 	// Compared is called after each comparison with a ledger, with the numbers of differences: see Flow.Compare.
@@ -116,6 +109,8 @@ type Operation struct {
 	sql  queries
 	gate gate
 	flow atomic.Bool // NewFlow made its flow
+
+	owner string // names this process in locks, for people to read
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection.
@@ -128,7 +123,7 @@ func New(pool *pgxpool.Pool, cfg Config) (*Operation, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema), gate: newGate()}, nil
+	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema), gate: newGate(), owner: bounds.Owner()}, nil
 }
 
 func (c Config) withDefaults() (Config, error) {
@@ -161,10 +156,6 @@ func (c Config) withDefaults() (Config, error) {
 	case pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable:
 	default:
 		problems = append(problems, bounds.Problem("Isolation", c.Isolation, "read committed, repeatable read or serializable"))
-	}
-	c.Owner = cmp.Or(c.Owner, bounds.Owner())
-	if len(c.Owner) > 255 || !readable(c.Owner) {
-		problems = append(problems, bounds.Problem("Owner", strconv.Quote(c.Owner), "at most 255 bytes of UTF-8 without control characters"))
 	}
 	if c.Failed == nil {
 		c.Failed = func(err error) Response {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"runtime"
 	"runtime/debug"
 	"time"
 
@@ -107,16 +106,16 @@ const callGrace = time.Second
 var errLeftBehind = errors.New("it did not return when its context ended, and was left behind: what it does now is lost")
 
 // within runs a function of the program, and leaves it behind if it does not return soon after ctx ended:
-// what it does then must not be used. A panic, or the end of its goroutine, is an unwound error.
+// what it does then must not be used. A panic, or the end of its goroutine, is errUnwound.
 func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error {
 	ended := make(chan error, 1)
 	f.op.gate.count(key, 1)
 	go func() {
-		var err error = &unwound{} // unless it returns
+		err := errUnwound // unless it returns
 		defer func() {
 			if p := recover(); p != nil {
 				f.op.cfg.Logger.ErrorContext(ctx, "work on a key panicked", "key", key, "panic", p, "stack", string(debug.Stack()))
-				err = &unwound{p}
+				err = fmt.Errorf("%w: panic: %v", errUnwound, p)
 			}
 			ended <- err
 			f.op.gate.count(key, -1)
@@ -137,27 +136,7 @@ func (f *Flow[S]) within(ctx context.Context, key Key, call func() error) error 
 	}
 }
 
-// unwound is the error of a function that panicked, or ended its goroutine: then the value is nil.
-type unwound struct{ panicked any }
-
-func (u *unwound) Error() string {
-	if u.panicked == nil {
-		return "it ended its goroutine"
-	}
-	return fmt.Sprintf("panic: %v", u.panicked)
-}
-
-// again does the same in the caller's goroutine, if err is one.
-func again(err error) {
-	var u *unwound
-	switch {
-	case !errors.As(err, &u):
-	case u.panicked == nil:
-		runtime.Goexit()
-	default:
-		panic(u.panicked)
-	}
-}
+var errUnwound = errors.New("it panicked, or ended its goroutine")
 
 // expired handles a phase that finds effects of an earlier execution. If no foreign system was
 // called before, ErrExpired becomes the outcome. If one was, it may have acted twice, and a person

@@ -388,42 +388,11 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	require.Equal(t, []string{"ship"}, asked)
 }
 
-// Property: an operation has one flow in a program. Flows of other programs for the same operation,
-// with other names, do not touch each other's keys, even before a phase is done: neither client,
-// completer nor reconciler does. Row H17.
-func TestFlowsLeaveEachOthersKeysAlone(t *testing.T) {
+// Property: an operation has one flow in a program.
+func TestOperationHasOneFlow(t *testing.T) {
 	t.Parallel()
-	pool, away, asked := newPool(t), errAway, 0
-	program := func(name string, phases ...idempotency.Phase[payment]) *idempotency.Flow[payment] {
-		op := newOperation(t, pool, idempotency.Config{})
-		cfg := idempotency.FlowConfig[payment]{Name: name, StoreRequest: true, RetryAfter: time.Second, Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
-			asked++
-			return idempotency.DidNotHappen(), nil
-		}}
-		flow := newFlow(t, op, cfg, phases)
-		_, err := idempotency.NewFlow(op, cfg, phases...)
-		require.ErrorContains(t, err, `operation "order" has a flow already`)
-		return flow
-	}
-	charges := program("", calls(false, func(*step) error { return away }), ends("ship"))
-	refunds := program("refunds", ends("refund"))
-	finishes := func(want int, run func(context.Context) (int, error)) {
-		passes(t, pool, time.Hour)
-		n, err := run(t.Context())
-		require.NoError(t, err)
-		require.Equal(t, want, n)
-	}
-	_, err := charges.Do(t.Context(), key("k"), []byte("100"))
-	require.ErrorIs(t, err, errAway)
-	finishes(0, refunds.Complete)
-	_, err = refunds.Do(t.Context(), key("k"), []byte("100"))
-	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
-	require.ErrorContains(t, err, `of flow "order", known ["refund"] of flow "refunds"`)
-	away = idempotency.Indeterminate(errAway)
-	_, err = charges.Do(t.Context(), key("k"), []byte("100"))
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	finishes(0, refunds.Reconcile)
-	require.Zero(t, asked)
-	finishes(1, charges.Reconcile)
-	require.Zero(t, effects(t, pool, "refund"))
+	op := newOperation(t, pgtest.NoPool(t), idempotency.Config{})
+	newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
+	_, err := idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("ship"))
+	require.ErrorContains(t, err, `operation "order" has a flow already`)
 }

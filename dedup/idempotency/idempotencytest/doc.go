@@ -8,8 +8,7 @@
 //			idempotencytest.Options{Setup: `CREATE TABLE orders (id uuid, amount int)`})
 //	}
 //
-// Verify sends one request twice in a row, ten times concurrently, with a COMMIT that fails, a
-// connection that is cut, a client that disconnects, and a replica that is killed at each point
+// Verify sends one request twice in a row, ten times concurrently, with a connection that is cut, a client that disconnects, and a replica that is killed at each point
 // between two durable steps, after which another replica gets the retry. It compares the tables,
 // and what Options.Effects counts elsewhere, with those after a single execution. Each reported
 // difference comes with the likely mistake in the work.
@@ -19,7 +18,7 @@
 // Effects outside of the database are only seen through Options.Effects: let a stub of the foreign
 // system count its effects, by the key that it was given. An AtMostOnce phase may become
 // indeterminate: then Verify only checks that nothing happened twice. Work that refuses (status 400
-// and above) may have no effect: then Verify checks that ten concurrent copies run it once.
+// and above) may have no effect.
 //
 // PostgreSQL is the server in DATABASE_URL, else a container if a Docker engine is available, else
 // an embedded server, which is downloaded once. Each run has its own database with the schema

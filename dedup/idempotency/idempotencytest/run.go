@@ -5,20 +5,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
-	"net/http"
 	"runtime"
-	"slices"
-	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
@@ -85,42 +79,14 @@ func (r *run) answered(response idempotency.Response) error {
 		return nil
 	}
 	first := r.answer
-	dropped := first.BodyDropped || response.BodyDropped
-	switch name, differs := otherHeader(*first, response, dropped); {
-	case first.Status != response.Status || !dropped && !bytes.Equal(first.Body, response.Body):
+	if dropped := first.BodyDropped || response.BodyDropped; first.Status != response.Status || !dropped && !bytes.Equal(first.Body, response.Body) {
 		return fmt.Errorf("%w: first status %d and %.200q, then status %d and %.200q: the first answer has to be stored, and replayed",
 			errOtherAnswer, first.Status, first.Body, response.Status, response.Body)
-	case differs:
-		return fmt.Errorf("%w: first %s %.200q, then %.200q: the first answer has to be stored, and replayed",
-			errOtherAnswer, name, header(*first, name), header(response, name))
 	}
 	if first.BodyDropped {
 		r.answer = &response // a replay may have the body
 	}
 	return nil
-}
-
-// otherHeader finds a header that is replayed by default, and differs. If a body was dropped, its
-// Content- headers are not compared.
-func otherHeader(a, b idempotency.Response, dropped bool) (string, bool) {
-	for _, name := range httpkey.ReplayedHeaders() {
-		if dropped && strings.HasPrefix(name, "Content-") {
-			continue
-		}
-		if !slices.Equal(header(a, name), header(b, name)) {
-			return name, true
-		}
-	}
-	return "", false
-}
-
-func header(r idempotency.Response, name string) (values []string) {
-	for _, is := range slices.Sorted(maps.Keys(r.Header)) {
-		if http.CanonicalHeaderKey(is) == name {
-			values = append(values, r.Header[is]...)
-		}
-	}
-	return values
 }
 
 // expireSQL expires the locks of killed replicas, and the pauses of completer and reconciler, as
@@ -138,13 +104,12 @@ func (r *run) expire(ctx context.Context) error {
 }
 
 // together sends the request n times concurrently, to one replica. A client that is told to wait
-// retries at the end. If the outcome is a refusal, which leaves nothing that could exist twice, the
-// work must not run more often than in the clean run.
-func (r *run) together(ctx context.Context, n, runs int) error {
-	var ran atomic.Int64
+// retries at the end.
+func (r *run) together(ctx context.Context, n int) error {
+	var waited sync.Once
 	ctx = crashpoint.With(ctx, func(name string) {
-		if name == crashpoint.KeyWorked && ran.Add(1) == 1 {
-			<-time.After(togetherFor) // by then the others have arrived, and wait for this one
+		if name == crashpoint.KeyWorked {
+			waited.Do(func() { <-time.After(togetherFor) }) // by then the others have arrived, and wait for this one
 		}
 	})
 	var group errgroup.Group
@@ -157,22 +122,11 @@ func (r *run) together(ctx context.Context, n, runs int) error {
 			return r.answered(response)
 		})
 	}
-	if err := group.Wait(); err != nil {
-		return err
-	}
-	if again := int(ran.Load()); refused(r.answer) && again > runs {
-		return fmt.Errorf("the request was refused, and its work ran %d times: want %d", again, runs)
-	}
-	return nil
+	return group.Wait()
 }
 
 // togetherFor is shorter than the default time for which requests wait for each other.
 const togetherFor = 100 * time.Millisecond
-
-// refused reports an outcome that has no effects.
-func refused(answer *idempotency.Response) bool {
-	return answer != nil && answer.Status >= http.StatusBadRequest
-}
 
 // at sends the request, under a context of its own, and calls do when the request passes a point
 // for the n-th time, from 0. It returns when the request has ended, or, if the point ends it in
@@ -261,54 +215,14 @@ func (r *run) cut(ctx context.Context, point string, n int) error {
 	return nil
 }
 
-// countSQL makes the n-th write of the key fail, at its COMMIT. A sequence counts, since a rollback
-// does not reset it.
-const countSQL = `-- idempotencytest.count
-CREATE SCHEMA idempotencytest;
-CREATE SEQUENCE idempotencytest.writes MINVALUE 0 START 0;
-SELECT nextval('idempotencytest.writes');
-CREATE FUNCTION idempotencytest.fail() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-  IF nextval('idempotencytest.writes') = %d THEN
-    RAISE EXCEPTION 'made to fail by idempotencytest' USING ERRCODE = '%s';
-  END IF;
-  RETURN NULL;
-END $$;
-CREATE CONSTRAINT TRIGGER idempotencytest AFTER INSERT OR UPDATE ON effectonce.idempotency_keys
-  DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION idempotencytest.fail()`
-
-// arm makes the n-th write of the key fail; 0: writes are only counted.
-func (r *run) arm(ctx context.Context, n int, code string) error {
-	if _, err := r.pool.Exec(ctx, fmt.Sprintf(countSQL, n, code)); err != nil {
-		return fmt.Errorf("make COMMIT fail: %w", err)
-	}
-	return nil
-}
-
-func (r *run) failing(ctx context.Context, n int, code string) error {
-	if err := r.arm(ctx, n, code); err != nil {
-		return err
-	}
-	response, err := r.send(ctx)
-	if err != nil {
-		return r.expire(ctx) // the failure was intended; the client retries
-	}
-	return r.answered(response)
-}
-
-// clean sends the request once, and returns the points that it passes and how often it writes its
-// key.
-func (r *run) clean(ctx context.Context) (passed []string, writes int, err error) {
-	if err := r.arm(ctx, 0, "40001"); err != nil {
-		return nil, 0, err
-	}
+// clean sends the request once, and returns the points that it passes.
+func (r *run) clean(ctx context.Context) (passed []string, err error) {
 	response, err := r.send(crashpoint.With(ctx, func(name string) { passed = append(passed, name) }))
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
 	if len(passed) == 0 {
-		return nil, 0, errors.New("the request passed none of the points at which work under a key can be cut off: does it go through Once or Flow.Do, with the context that it is given?")
+		return nil, errors.New("the request passed none of the points at which work under a key can be cut off: does it go through Once or Flow.Do, with the context that it is given?")
 	}
-	err = r.pool.QueryRow(ctx, `SELECT last_value FROM idempotencytest.writes`).Scan(&writes)
-	return passed, writes, errors.Join(err, r.answered(response))
+	return passed, r.answered(response)
 }

@@ -23,15 +23,8 @@ const (
 // atOnce is how many clients send the request concurrently.
 const atOnce = 10
 
-// schedules lists the schedules after the clean run, which passed these points, and wrote the key
-// that many times.
-func schedules(passed []string, writes int) []schedule {
-	runs := 0
-	for _, point := range passed {
-		if point == crashpoint.KeyWorked {
-			runs++
-		}
-	}
+// schedules lists the schedules after the clean run, which passed these points.
+func schedules(passed []string) []schedule {
 	all := []schedule{
 		{"a second clean run", func(ctx context.Context, r *run) error { return r.settle(ctx, 1) }, hintRandom},
 		{"the request three times in a row, the third to another replica", func(ctx context.Context, r *run) error {
@@ -40,15 +33,7 @@ func schedules(passed []string, writes int) []schedule {
 			}
 			return r.restart()
 		}, hintAgain},
-		{fmt.Sprintf("the request %d times at once", atOnce), func(ctx context.Context, r *run) error { return r.together(ctx, atOnce, runs) }, hintAgain},
-	}
-	for n := 1; n <= writes; n++ {
-		for _, with := range []struct{ code, text string }{{"40001", "a serialization failure"}, {"53100", "a full disk"}} {
-			all = append(all, schedule{
-				fmt.Sprintf("write %d of the key fails at COMMIT, with %s", n, with.text),
-				func(ctx context.Context, r *run) error { return r.failing(ctx, n, with.code) }, hintOutside,
-			})
-		}
+		{fmt.Sprintf("the request %d times at once", atOnce), func(ctx context.Context, r *run) error { return r.together(ctx, atOnce) }, hintAgain},
 	}
 	passes := map[string]int{}
 	for _, point := range passed {

@@ -30,5 +30,5 @@
 // Two requests are the same if their methods and deterministic encodings are. That encoding is
 // stable for the same program; a new release of a message with other fields may make a retry across
 // the deployment another request (see Config.Fingerprint). In a stream, Tx panics. A client's
-// deadline ends a call that has not begun; one that has begun is committed or rolled back as a whole.
+// deadline does not end a call: Config.HandlerTimeout does, and a retry gets the outcome.
 package grpckey

@@ -8,5 +8,5 @@ import (
 
 // Answer is the status for an error of the engine, among them those that need many clients at once.
 func (i *Interceptor) Answer(ctx context.Context, err error) error {
-	return i.fail(ctx, idempotency.Key{}, err, false)
+	return i.fail(ctx, idempotency.Key{}, err)
 }

@@ -126,14 +126,16 @@ func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnarySe
 	}
 	var answered any              // by the handler's last run
 	var made idempotency.Response // what of it is to be stored
-	response, started, err := serving.Once(ctx, i.op, key, i.cfg.HandlerTimeout, func(ctx context.Context, tx pgx.Tx) (_ idempotency.Response, err error) {
+	outliving, cancel := serving.Outliving(ctx, i.cfg.HandlerTimeout)
+	defer cancel()
+	response, err := i.op.Once(outliving, key, func(ctx context.Context, tx pgx.Tx) (_ idempotency.Response, err error) {
 		made = idempotency.Response{} // an earlier run was rolled back
 		run := proto.Clone(message)   // an earlier run may have changed its own
 		if answered, err = handler(serving.With(ctx, &serving.Exchange{Tx: tx, Key: key}), run); err != nil {
 			if answer := statusOf(err); refused[answer.Code()] != 0 {
 				return made, idempotency.Final(stored(answer), err)
 			}
-			return made, &serving.GivenUpError{Err: err, Cut: tx.Conn().IsClosed()}
+			return made, err
 		}
 		message, ok := answered.(proto.Message)
 		if !ok {
@@ -145,7 +147,7 @@ func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnarySe
 	})
 	switch {
 	case err != nil:
-		return nil, i.fail(ctx, key, err, started || ctx.Err() == nil)
+		return nil, i.fail(ctx, key, err)
 	case response.Replayed:
 		_ = grpc.SetHeader(ctx, metadata.Pairs(Replayed, "true")) // a client that is gone gets none
 	case made.Status != 0 && serving.Same(response, made): // otherwise a failure is stored, and the run was rolled back
@@ -193,12 +195,12 @@ func (i *Interceptor) key(ctx context.Context, method string, request proto.Mess
 }
 
 // fail returns the status for a call without an outcome: the handler's own, if it failed with one.
-func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error, told bool) error {
+func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error) error {
 	if answer := statusOf(err); answer != nil && !errors.Is(err, idempotency.ErrIndeterminate) {
 		return answer.Err()
 	}
 	problem, retryAfter := serving.ProblemOf(err)
-	if told && problem.Describe().Status >= http.StatusInternalServerError {
+	if problem.Describe().Status >= http.StatusInternalServerError {
 		i.op.Config().Logger.ErrorContext(ctx, "a call has no outcome", "key", key, "problem", problem, "error", err)
 	}
 	return refusal(problem, retryAfter)

@@ -402,7 +402,7 @@ func TestAnswerThatWasRolledBackIsNotReturned(t *testing.T) {
 		for _, replayed := range []bool{false, true} {
 			a := c.ask(t.Context(), strings.ReplaceAll(name, " ", "-"), name)
 			requireRefused(t, a.err, codes.Internal, "INTERNAL")
-			require.Equal(t, replayed, a.replayed, name)
+			require.Equal(t, replayed && name != "open rows", a.replayed, "%s: a connection with open rows stores nothing", name)
 		}
 	}
 	require.Zero(t, effects(t, pool))

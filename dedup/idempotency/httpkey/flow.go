@@ -43,7 +43,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		response, err := flow.Do(ctx, key, body) //nolint:contextcheck // it outlives its client
 		switch {
 		case err != nil:
-			m.fail(w, r, key, err, true, true)
+			m.fail(w, r, key, err, true)
 		case response.Replayed:
 			replay(w, response)
 		default:
@@ -96,5 +96,5 @@ func (m *Middleware) made(r *http.Request, request func(r *http.Request) ([]byte
 
 // outliving returns a context that does not end with the client.
 func (m *Middleware) outliving(r *http.Request) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
+	return serving.Outliving(r.Context(), m.cfg.HandlerTimeout)
 }

@@ -109,7 +109,9 @@ func consumed(r *http.Request, left int) bool {
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
 	outer := w.Header().Clone()
 	var answered, kept idempotency.Response // answered by the handler's last run, and what of it may be stored
-	stored, started, err := serving.Once(r.Context(), m.op, key, m.cfg.HandlerTimeout, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	ctx, cancel := m.outliving(r)
+	defer cancel()
+	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
 		e := &serving.Exchange{Tx: tx, Key: key}
 		recorded := &recorder{header: outer.Clone(), bytesMax: m.cfg.BufferBytesMax}
@@ -118,7 +120,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		next.ServeHTTP(recorded, run)
 		response, err := recorded.response()
 		if err := errors.Join(e.Err, err); err != nil {
-			return idempotency.Response{}, &serving.GivenUpError{Err: m.final(err), Cut: tx.Conn().IsClosed()}
+			return idempotency.Response{}, m.final(err)
 		}
 		answered = response
 		response.Header = m.kept(response.Header)
@@ -137,7 +139,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case errors.As(err, &forgotten):
 		first(w, answered)
 	case err != nil:
-		m.fail(w, r, key, err, started || r.Context().Err() == nil, false)
+		m.fail(w, r, key, err, false)
 	case stored.Replayed:
 		replay(w, stored)
 	case answered.Status != 0 && serving.Same(stored, kept):
@@ -177,14 +179,13 @@ func removeFiles(run, r *http.Request) {
 	}
 }
 
-// fail answers an error of the engine, or of a handler that called Fail. told: the error is worth
-// logging even if the client is gone; a client that left before its work began is not.
-func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told, flow bool) {
+// fail answers an error of the engine, or of a handler that called Fail.
+func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, flow bool) {
 	problem, retryAfter := serving.ProblemOf(err)
 	if flow && problem == serving.Internal { // an error of a phase is no outcome: the flow can be resumed
 		problem, retryAfter = serving.Unavailable, serving.RetryAfter
 	}
-	if told && problem.Describe().Status >= http.StatusInternalServerError {
+	if problem.Describe().Status >= http.StatusInternalServerError {
 		m.op.Config().Logger.ErrorContext(r.Context(), "a request is answered without an outcome", "key", key, "problem", problem, "error", err)
 	}
 	refuse(w, problem, retryAfter)

@@ -80,35 +80,6 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: a client that disconnects while its request waits for a connection costs nothing more,
-// and leaves no work behind.
-func TestClientThatLeftBeforeTheWork(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	config := pool.Config()
-	config.MaxConns = 1
-	small := pgtest.PoolOf(t, config)
-	conn, err := small.Acquire(t.Context())
-	require.NoError(t, err)
-	defer conn.Release()
-	entered, done := make(chan struct{}), make(chan struct{})
-	inner := newMiddleware(t, small, httpkey.Config{HandlerTimeout: time.Hour}).Handler(insert(201))
-	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		close(entered)
-		inner.ServeHTTP(w, r)
-		close(done)
-	}))
-	ctx, leave := context.WithCancel(t.Context())
-	go func() {
-		<-entered
-		leave()
-	}()
-	_, err = s.ask(ctx, http.MethodPost, "/orders", "k", "a")
-	require.ErrorIs(t, err, context.Canceled)
-	testwait.Chan(t, "the request ends, though no connection became free", done)
-	require.Zero(t, effects(t, pool)+keys(t, pool))
-}
-
 // windowPasses forgets all keys, as the reaper does when their window is over.
 func windowPasses(t *testing.T, pool *pgxpool.Pool, m *httpkey.Middleware) {
 	t.Helper()

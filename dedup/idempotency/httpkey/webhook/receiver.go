@@ -99,7 +99,7 @@ func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer 
 	}
 	// The sender may disconnect long before the effect is committed: its next delivery gets the
 	// outcome.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(request.Context()), r.cfg.HandleMax)
+	ctx, cancel := serving.Outliving(request.Context(), r.cfg.HandleMax)
 	defer cancel()
 	r.once(ctx, event, &a)
 	return a

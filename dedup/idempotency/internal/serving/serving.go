@@ -68,19 +68,9 @@ func CheckScope(ctx context.Context, op *idempotency.Operation, scope string, er
 	return ""
 }
 
-// Once executes the work of a request. started: it had begun, so that its failure is worth a line
-// in the log also if the client is gone.
-func Once(parent context.Context, op *idempotency.Operation, key idempotency.Key, timeout time.Duration, work func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error)) (_ idempotency.Response, started bool, _ error) {
-	ctx, begun, end := Detach(parent, timeout)
-	defer end()
-	response, err := op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		if !begun() {
-			return idempotency.Response{}, context.Canceled
-		}
-		started = true
-		return work(ctx, tx)
-	})
-	return response, started, err
+// Outliving returns a context that does not end with the client: its retry gets the outcome.
+func Outliving(client context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(client), timeout)
 }
 
 // Exchange is what a handler can access. It is passed in the context, because a handler has no other
@@ -117,37 +107,6 @@ func Same(a, b idempotency.Response) bool {
 	return a.Status == b.Status && bytes.Equal(a.Body, b.Body) && maps.EqualFunc(a.Header, b.Header, slices.Equal)
 }
 
-// Detach returns a context that the client ends only until the work has begun: a client that
-// disconnects while its request waits for a connection costs nothing; for one that disconnects
-// later, the work is committed, or rolled back, as a whole. begun marks the beginning, and reports
-// false if the client disconnected first.
-func Detach(parent context.Context, timeout time.Duration) (ctx context.Context, begun func() bool, end context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(parent), timeout)
-	stop := context.AfterFunc(parent, cancel)
-	running := false
-	begun = func() bool {
-		running = running || stop()
-		if !running {
-			cancel() // the AfterFunc that stop found started may not have cancelled yet: the caller must see a cancelled ctx
-		}
-		return running
-	}
-	return ctx, begun, func() {
-		stop()
-		cancel()
-	}
-}
-
-// GivenUpError is the error that a handler failed with. Cut: its database connection was broken at
-// that time.
-type GivenUpError struct {
-	Err error
-	Cut bool
-}
-
-func (e *GivenUpError) Error() string { return e.Err.Error() }
-func (e *GivenUpError) Unwrap() error { return e.Err }
-
 // Passing reports errors that pass with time: the database is unavailable or busy, or a program
 // with other phases is being deployed.
 func Passing(err error) bool {
@@ -156,16 +115,6 @@ func Passing(err error) bool {
 	}
 	var connect *pgconn.ConnectError
 	return errors.As(err, &connect) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
-		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err) || cut(err)
-}
-
-// cut reports a broken database connection. An EOF of a handler may come from elsewhere: there Cut
-// decides.
-func cut(err error) bool {
-	var handlers *GivenUpError
-	if errors.As(err, &handlers) {
-		return handlers.Cut
-	}
-	var network net.Error
-	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &network)
+		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err) ||
+		errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, new(net.Error)) // a broken connection
 }

@@ -1,14 +1,22 @@
 package keyclient
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"math/rand/v2"
 	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -16,17 +24,10 @@ import (
 // there is a response. It is safe for concurrent use, and keeps no goroutine.
 //
 // A request gets its key from its header, else from its context (WithKey), else a new one if its
-// method is POST or PATCH. One without a key is passed to base unchanged. One with a key is retried
-// as follows, if it has no body or a GetBody. Below the Transport only requests to servers in Honours
-// are repeated: see Single.
-//
-//	                               Honours                              other servers
-//	no connection                  yes                                  yes
-//	no response, also a late one   yes                                  no
-//	408, 500, 502, 503, 504        yes                                  no
-//	425, 429, 409 with Retry-After yes: nothing was done                yes
-//	Idempotent-Replayed: true      no, whatever the status: it is stored, and will not change
-//	everything else                no                                   no
+// method is POST or PATCH. One without a key is passed to base unchanged. One with a key, to a server in
+// Honours, is sent again if there is no response, for 408, 425, 429, 500, 502, 503 and 504, and for 409 with
+// Retry-After, if it has no body or a GetBody; not with Idempotent-Replayed: true, whatever the status,
+// which is stored and will not change. To any other server it is sent once.
 //
 // In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent once, as by
 // Single. When the attempts or the time of the request's context are used up, the last response is
@@ -61,6 +62,51 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 	return &Transport{base: base, cfg: cfg}, nil
 }
 
+// TransportConfig of a Transport. The zero value works.
+type TransportConfig struct {
+	// Header that carries the key. Default "Idempotency-Key".
+	Header string
+	// Honours are the servers that honour keys, as in the addresses of requests: "bank.example" (at
+	// any port), "bank.example:8443", or "*" for all. Only requests to them are retried, even if the
+	// server may have acted; a server that ignores keys would act again. Default: none.
+	Honours []string
+	// AttemptsMax is the maximum number of attempts of a request. 1 to 100; default 6.
+	AttemptsMax int
+	// BackoffMin and BackoffMax bound the pauses: the pause before attempt n+1 is random, up to
+	// BackoffMin·2ⁿ⁻¹, at most BackoffMax (full jitter). A server whose Retry-After is longer than
+	// BackoffMax is not asked again. 1 ms to 1 h; default 100 ms and 10 s.
+	BackoffMin, BackoffMax time.Duration
+	// Logger gets retries. It never gets a key. Default: none.
+	Logger *slog.Logger
+}
+
+func (c TransportConfig) withDefaults() (TransportConfig, error) {
+	c.Header = http.CanonicalHeaderKey(cmp.Or(c.Header, "Idempotency-Key"))
+	c.Honours = slices.Clone(c.Honours)
+	c.BackoffMin = cmp.Or(c.BackoffMin, 100*time.Millisecond)
+	problems := bounds.Durations(
+		bounds.Duration{Field: "BackoffMin", Value: &c.BackoffMin, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: max(10*time.Second, c.BackoffMin), Min: c.BackoffMin, Max: time.Hour},
+	)
+	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
+	for _, server := range c.Honours {
+		if named, err := url.Parse("//" + server); err != nil || named.Host != server || named.Hostname() == "" {
+			problems = append(problems, bounds.Problem("Honours", fmt.Sprintf("%q", server), `"host", "host:port" or "*"`))
+		}
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	return c, errors.Join(problems...)
+}
+
+// honours reports whether the caller stated that a server honours keys.
+func (c TransportConfig) honours(address *url.URL) bool {
+	return slices.ContainsFunc(c.Honours, func(server string) bool {
+		return server == "*" || strings.EqualFold(server, address.Host) || strings.EqualFold(strings.Trim(server, "[]"), address.Hostname())
+	})
+}
+
 // UnansweredError is a request that the server may or may not have executed. If Honoured, it is
 // safe to retry it under Key (see WithKey), and only under Key.
 type UnansweredError struct {
@@ -73,7 +119,7 @@ type UnansweredError struct {
 func (e *UnansweredError) Error() string {
 	state := "the server may have acted: retry under the same idempotency key"
 	switch {
-	case notSent(e.Err):
+	case errors.As(e.Err, new(*notSentError)):
 		state = "nothing was sent"
 	case !e.Honoured:
 		state = "the server may have acted, and is not among TransportConfig.Honours: find out before retrying"
@@ -96,74 +142,88 @@ func WithKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, contextKey{}, key)
 }
 
-// call is one request with all its attempts.
-type call struct {
-	t       *Transport
-	request *http.Request // the caller's, with a copy of its header
-	key     string        // empty: none
-	trusts  bool          // the server honours keys
-	sent    bool          // an attempt may have been sent
-}
-
 // RoundTrip implements http.RoundTripper. A request redirected by 307 or 308 keeps its key.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
-	c := &call{t: t, request: r.Clone(r.Context())}
-	if c.request.Header == nil {
-		c.request.Header = http.Header{}
-	}
-	if err := c.chooseKey(r); err != nil {
+	key, err := t.chooseKey(r)
+	if err != nil {
 		if r.Body != nil {
 			_ = r.Body.Close() // nothing was sent; err is the error that matters
 		}
 		return nil, fmt.Errorf("%w: %w", ErrKey, err)
 	}
-	c.trusts = t.cfg.honours(r.URL)
-	whole := r.GetBody != nil || r.Body == nil || r.Body == http.NoBody
-	if c.key == "" || !whole || idempotency.CalledOnce(r.Context()) {
-		response, err := c.send(r.Context())
-		return response, c.unanswered(1, err)
+	request := r.Clone(r.Context())
+	if key != "" {
+		if request.Header == nil {
+			request.Header = http.Header{}
+		}
+		request.Header.Set(t.cfg.Header, key)
 	}
-	return c.sendUntilAnswered(r.Context())
+	var response *http.Response
+	attempts, honoured := 1, t.cfg.honours(r.URL)
+	switch {
+	case idempotency.CalledOnce(r.Context()):
+		response, err = Single(t.base).RoundTrip(request)
+	case key == "":
+		response, err = t.base.RoundTrip(request)
+	case !honoured:
+		response, err = sendOnce(t.base, request)
+	default:
+		response, attempts, err = t.sendUntilAnswered(request)
+	}
+	if err == nil {
+		response.Request = request // it has the key; base may not set it
+		return response, nil
+	}
+	var last *notSentError
+	if errors.As(err, &last) && attempts > 1 {
+		err = last.error // an earlier attempt may have been sent
+	}
+	if key != "" {
+		err = &UnansweredError{Key: key, Honoured: honoured, Attempts: attempts, Err: err}
+	}
+	return nil, err
 }
 
-// chooseKey leaves the key empty if none is needed.
-func (c *call) chooseKey(r *http.Request) error {
-	header := c.t.cfg.Header
+// chooseKey returns no key if none is needed.
+func (t *Transport) chooseKey(r *http.Request) (key string, err error) {
+	header := t.cfg.Header
 	fromContext, chosen := r.Context().Value(contextKey{}).(string)
 	switch values := r.Header[header]; {
 	case len(values) > 1:
-		return fmt.Errorf("%d headers %s: want one", len(values), header)
+		return "", fmt.Errorf("%d headers %s: want one", len(values), header)
 	case len(values) == 1:
-		c.key = values[0]
+		key = values[0]
 	case serving.Safe(r.Method):
-		return nil
+		return "", nil
 	case r.Response != nil && r.Response.Request != nil && r.Response.Request.Header.Get(header) != "":
-		c.key = r.Response.Request.Header.Get(header) // of the request that was redirected
+		key = r.Response.Request.Header.Get(header) // of the request that was redirected
 	case chosen:
-		c.key = fromContext
+		key = fromContext
 	case r.Method == http.MethodPost, r.Method == http.MethodPatch:
-		c.key = idempotency.NewKey()
+		key = idempotency.NewKey()
 	default:
-		return nil
+		return "", nil
 	}
-	if !serving.ValidKey(c.key) {
-		return fmt.Errorf("a key of %d bytes: want 1 to 255 of visible ASCII", len(c.key))
+	if !serving.ValidKey(key) {
+		return "", fmt.Errorf("a key of %d bytes: want 1 to 255 of visible ASCII", len(key))
 	}
-	c.request.Header.Set(header, c.key)
-	return nil
+	return key, nil
 }
 
 // sendUntilAnswered sends the request until there is a response, or attempts or time are used up.
-func (c *call) sendUntilAnswered(ctx context.Context) (*http.Response, error) {
-	cfg := c.t.cfg
-	for attempt := 1; ; attempt++ {
-		response, err := c.send(ctx)
-		wait, ok := cfg.backoff(attempt, retryAfter(response))
+func (t *Transport) sendUntilAnswered(r *http.Request) (response *http.Response, attempts int, err error) {
+	ctx, attemptsMax := r.Context(), t.cfg.AttemptsMax
+	if r.GetBody == nil && r.Body != nil && r.Body != http.NoBody {
+		attemptsMax = 1
+	}
+	for attempts = 1; ; attempts++ {
+		response, err = t.base.RoundTrip(r)
+		wait, ok := t.cfg.backoff(attempts, retryAfter(response))
 		if end, bounded := ctx.Deadline(); bounded && time.Until(end) <= wait {
 			ok = false
 		}
-		if !ok || !c.mayRetry(response, err) || ctx.Err() != nil || attempt == cfg.AttemptsMax {
-			return response, c.unanswered(attempt, err)
+		if !ok || err == nil && !mayRetry(response) || ctx.Err() != nil || attempts == attemptsMax {
+			return response, attempts, err
 		}
 		status := 0
 		if response != nil {
@@ -171,26 +231,54 @@ func (c *call) sendUntilAnswered(ctx context.Context) (*http.Response, error) {
 			_ = response.Body.Close()
 		}
 		// Without the key and the address, which may contain secrets.
-		cfg.Logger.InfoContext(ctx, "retrying request", "method", c.request.Method, "host", c.request.URL.Host, "attempt", attempt, "status", status, "error", err, "wait", wait)
+		t.cfg.Logger.InfoContext(ctx, "retrying request", "method", r.Method, "host", r.URL.Host, "attempt", attempts, "status", status, "error", err, "wait", wait)
 		if !pause.For(ctx, wait) {
-			return nil, c.unanswered(attempt, context.Cause(ctx))
+			return nil, attempts, context.Cause(ctx)
 		}
-		if c.request.GetBody != nil {
-			if c.request.Body, err = c.request.GetBody(); err != nil {
-				return nil, c.unanswered(attempt, fmt.Errorf("read the body of the request: %w", err))
+		if r.GetBody != nil {
+			if r.Body, err = r.GetBody(); err != nil {
+				return nil, attempts, fmt.Errorf("read the body of the request: %w", err)
 			}
 		}
 	}
 }
 
-// unanswered returns nil for a nil error.
-func (c *call) unanswered(attempts int, err error) error {
-	var last *notSentError
-	if errors.As(err, &last) && c.sent {
-		err = last.error // the last attempt was not sent, an earlier one was
+func mayRetry(response *http.Response) bool {
+	if response.Header.Get("Idempotent-Replayed") == "true" {
+		return false
 	}
-	if err == nil || c.key == "" {
-		return err
+	switch response.StatusCode {
+	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests,
+		http.StatusInternalServerError, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
+		return true
+	case http.StatusConflict:
+		return response.Header.Get("Retry-After") != "" // in progress; other conflicts stay
 	}
-	return &UnansweredError{Key: c.key, Honoured: c.trusts, Attempts: attempts, Err: err}
+	return false
+}
+
+// backoff is the pause after an attempt, counted from 1: "full jitter" of Brooker, Exponential
+// Backoff And Jitter (AWS Architecture Blog, 2015). Retry-After gets jitter on top, so that clients
+// that were refused at the same time do not come back at the same time. ok: it is at most BackoffMax.
+func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) (wait time.Duration, ok bool) {
+	switch {
+	case retryAfter > c.BackoffMax:
+		return retryAfter, false
+	case retryAfter > 0:
+		return retryAfter + rand.N(c.BackoffMin), true //nolint:gosec // jitter needs no secret
+	}
+	ceiling := c.BackoffMin
+	for range attempt - 1 {
+		ceiling = min(2*ceiling, c.BackoffMax)
+	}
+	return rand.N(ceiling + 1), true //nolint:gosec // as above
+}
+
+// retryAfter returns the server's Retry-After in seconds, or 0, also for a date.
+func retryAfter(response *http.Response) time.Duration {
+	if response == nil {
+		return 0
+	}
+	seconds, _ := strconv.ParseUint(response.Header.Get("Retry-After"), 10, 31) // 68 years at most
+	return time.Duration(seconds) * time.Second
 }

@@ -43,7 +43,7 @@ func (s Scheme) once(header http.Header) error {
 
 const (
 	headerBytesMax = 4096 // far more than any sender sends, also during a rotation
-	signaturesMax  = 32   // per delivery: each one is verified against each secret
+	signaturesMax  = 32   // of a version in a delivery: each one is verified against each secret
 )
 
 // fits reports whether one of the given signatures was made with one of the secrets. It compares
@@ -61,6 +61,22 @@ func fits(secrets [][]byte, given []string, encode func(mac []byte) string, part
 		}
 	}
 	return found
+}
+
+// parse returns the values in a header by their names. A scheme reads those that it knows: signatures of other
+// versions are ignored.
+func parse(name string, header http.Header, separator, assign string) (map[string][]string, error) {
+	items := map[string][]string{}
+	for item := range strings.SplitSeq(header.Get(name), separator) {
+		key, value, found := strings.Cut(item, assign)
+		if !found {
+			return nil, fmt.Errorf("%w: %s has an item without %q", ErrMalformed, name, assign)
+		}
+		if items[key] = append(items[key], value); len(items[key]) > signaturesMax {
+			return nil, fmt.Errorf("%w: %s has more than %d signatures", ErrMalformed, name, signaturesMax)
+		}
+	}
+	return items, nil
 }
 
 // seconds parses a Unix time as senders write it: only digits.

@@ -28,11 +28,11 @@ func StandardWebhooks(keys ...string) Scheme {
 			if err != nil {
 				return Event{}, err
 			}
-			signatures, err := parseStandard(header.Get("Webhook-Signature"))
+			items, err := parse("Webhook-Signature", header, " ", ",") // "v1,K5oZ… v1a,hnO3…"
 			if err != nil {
 				return Event{}, err
 			}
-			if !fits(secrets, signatures, base64.StdEncoding.EncodeToString, []byte(id+"."+stamp+"."), body) {
+			if !fits(secrets, items["v1"], base64.StdEncoding.EncodeToString, []byte(id+"."+stamp+"."), body) {
 				return Event{}, fmt.Errorf("%w: Webhook-Signature", ErrSignature)
 			}
 			var event struct {
@@ -42,22 +42,6 @@ func StandardWebhooks(keys ...string) Scheme {
 			return Event{ID: id, Type: event.Type, Timestamp: timestamp}, nil
 		},
 	}
-}
-
-// parseStandard returns the signatures v1 of "v1,K5oZ… v1a,hnO3…". Other versions are ignored.
-func parseStandard(text string) (signatures []string, err error) {
-	for item := range strings.SplitSeq(text, " ") {
-		version, signature, found := strings.Cut(item, ",")
-		switch {
-		case !found:
-			return nil, fmt.Errorf("%w: Webhook-Signature has a signature without a version", ErrMalformed)
-		case version == "v1" && len(signatures) == signaturesMax:
-			return nil, fmt.Errorf("%w: Webhook-Signature has more than %d signatures", ErrMalformed, signaturesMax)
-		case version == "v1":
-			signatures = append(signatures, signature)
-		}
-	}
-	return signatures, nil
 }
 
 // standardKeys parses secrets. Errors name one by its position.

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"strings"
 )
 
 // Stripe verifies Stripe-Signature, with any of the endpoint's secrets (whsec_…, as Stripe shows
@@ -22,15 +21,19 @@ func Stripe(secrets ...string) Scheme {
 		headers: []string{"Stripe-Signature"},
 		problem: problem,
 		verify: func(header http.Header, body []byte) (Event, error) {
-			stamp, signatures, err := parseStripe(header.Get("Stripe-Signature"))
+			items, err := parse("Stripe-Signature", header, ",", "=") // "t=1492774577,v1=5257a8…,v0=6ffbb5…"
 			if err != nil {
 				return Event{}, err
 			}
+			if len(items["t"]) != 1 {
+				return Event{}, fmt.Errorf("%w: Stripe-Signature has %d timestamps", ErrMalformed, len(items["t"]))
+			}
+			stamp := items["t"][0]
 			timestamp, err := seconds(stamp)
 			if err != nil {
 				return Event{}, err
 			}
-			if !fits(parsed, signatures, hex.EncodeToString, []byte(stamp), []byte("."), body) {
+			if !fits(parsed, items["v1"], hex.EncodeToString, []byte(stamp), []byte("."), body) {
 				return Event{}, fmt.Errorf("%w: Stripe-Signature", ErrSignature)
 			}
 			var event struct {
@@ -43,25 +46,4 @@ func Stripe(secrets ...string) Scheme {
 			return Event{ID: event.ID, Type: event.Type, Timestamp: timestamp}, nil
 		},
 	}
-}
-
-// parseStripe splits "t=1492774577,v1=5257a8…,v0=6ffbb5…". Only v1 counts: v0 belongs to test
-// events, and other versions do not exist yet.
-func parseStripe(text string) (stamp string, signatures []string, err error) {
-	for item := range strings.SplitSeq(text, ",") {
-		name, value, found := strings.Cut(item, "=")
-		switch {
-		case !found:
-			return "", nil, fmt.Errorf("%w: Stripe-Signature has an item without =", ErrMalformed)
-		case name == "t" && stamp != "":
-			return "", nil, fmt.Errorf("%w: Stripe-Signature has two timestamps", ErrMalformed)
-		case name == "t":
-			stamp = value
-		case name == "v1" && len(signatures) == signaturesMax:
-			return "", nil, fmt.Errorf("%w: Stripe-Signature has more than %d signatures", ErrMalformed, signaturesMax)
-		case name == "v1":
-			signatures = append(signatures, value)
-		}
-	}
-	return stamp, signatures, nil
 }

@@ -69,20 +69,6 @@ func (o *Operation) logFailure(ctx context.Context, err error) {
 	}
 }
 
-// begin runs work in a goroutine as soon as a slot is free. It returns false if ctx ends first.
-func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work func()) bool {
-	select {
-	case slots <- struct{}{}:
-	case <-ctx.Done():
-		return false
-	}
-	group.Go(func() {
-		defer func() { <-slots }()
-		work()
-	})
-	return true
-}
-
 // Reap forgets keys of all operations whose window is over, by the database's clock, in small
 // transactions, and returns how many: finished ones, and unfinished ones that nothing can finish and of
 // which nothing happened. If something may have happened, they are abandoned. Flows whose request is
@@ -161,22 +147,28 @@ func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report fu
 	if err != nil {
 		return err
 	}
-	for _, due := range page {
-		key := f.key(due)
-		if !begin(ctx, f.completing, group, func() {
-			done, err := f.resume(ctx, key)
-			if errors.Is(err, ErrInProgress) {
-				err = nil
-			}
+	f.each(ctx, f.completing, group, "complete", page, report, f.resume)
+	return nil
+}
+
+// each works on the keys of a list, at most on as many at a time as there are slots, until ctx ends, and
+// reports the result of each.
+func (f *Flow[S]) each(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, what string, list []due, report func(done bool, err error), work func(context.Context, due) (bool, error)) {
+	for _, d := range list {
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
+		group.Go(func() {
+			defer func() { <-slots }()
+			done, err := work(ctx, d)
 			if err != nil {
-				err = fmt.Errorf("complete %v: %w", key, err)
+				err = fmt.Errorf("%s %v: %w", what, f.key(d), err)
 			}
 			report(done, err)
-		}) {
-			break
-		}
+		})
 	}
-	return nil
 }
 
 // due is a key of a work list.
@@ -198,8 +190,8 @@ func (f *Flow[S]) page(ctx context.Context, sql string, args ...any) ([]due, err
 }
 
 // resume continues one flow with the stored request.
-func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
-	o := f.op
+func (f *Flow[S]) resume(ctx context.Context, d due) (bool, error) {
+	o, key := f.op, f.key(d)
 	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
 	if err != nil || s == nil {
 		return false, err
@@ -297,21 +289,11 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	for ctx.Err() == nil {
 		page, err := f.page(ctx, f.op.sql.flow.undecidedKeys, last.Created, last.Scope, last.Value, reconcileMax)
 		t.add(false, err)
-		for _, last = range page {
-			u := last
-			if !begin(ctx, f.reconciling, &group, func() {
-				ok, err := f.decide(ctx, u)
-				if err != nil {
-					err = fmt.Errorf("reconcile %v: %w", f.key(u), err)
-				}
-				t.add(ok, err)
-			}) {
-				break
-			}
-		}
+		f.each(ctx, f.reconciling, &group, "reconcile", page, t.add, f.decide)
 		if len(page) < reconcileMax {
 			break
 		}
+		last = page[len(page)-1]
 	}
 	group.Wait()
 	return t.done, t.err

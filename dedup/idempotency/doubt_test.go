@@ -98,35 +98,6 @@ func TestDoubtIsNoConflict(t *testing.T) {
 	}
 }
 
-// Property: clients that retry repeatedly while a foreign system is unavailable do not use up a
-// flow's attempts: from the tenth on they wait as the completer does. Row H1 of guarantees.md.
-func TestImpatientClientsUseNoAttemptsUp(t *testing.T) {
-	t.Parallel()
-	pool, away := newPool(t), true
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		calls(false, func(*step) error {
-			if away {
-				return errAway
-			}
-			return nil
-		}), ends("ship"),
-	})
-	for n := range 50 {
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		if n < 10 {
-			require.ErrorIs(t, err, errAway, n)
-			continue
-		}
-		var progress *idempotency.InProgressError
-		require.ErrorAs(t, err, &progress)
-		require.Greater(t, progress.RetryAfter, 4*time.Minute)
-	}
-	away = false
-	passes(t, pool, time.Hour)
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.NoError(t, err)
-}
-
 // Property: the outcome of work that took longer than its window is still stored for a while. Row
 // H16.
 func TestWindowBeginsWithTheOutcome(t *testing.T) {

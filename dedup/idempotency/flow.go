@@ -185,7 +185,7 @@ const phasesMax = 100
 //
 // A phase that fails ends the attempt: its writes are rolled back, earlier recovery points stay,
 // and the lock is released, so that the next request with the key continues at that phase at once.
-// A phase that failed ten times has to wait for the doubled RetryAfter (ErrInProgress). Final makes the failure the outcome. A phase that panics, or ends its goroutine,
+// Final makes the failure the outcome. A phase that panics, or ends its goroutine,
 // fails in the same way; the panic is logged with its stack.
 //
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint and ErrLockLost. When ctx
@@ -219,17 +219,18 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		return nil, Response{}, err
 	}
 	for range claimsMax {
-		asked := time.Now()
+		asked, made := time.Now(), false
 		var s *stored
-		err := o.claim(ctx, key, func(row pgx.Row) (err error) { s, err = read(row); return err },
-			o.sql.flow.claim, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window())
+		err := o.claim(ctx, key, func(batch *pgx.Batch) {
+			batch.Queue(o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window()).QueryRow(one(&made, nil))
+			batch.Queue(o.sql.look, key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+		})
 		switch {
 		case conflict(err), err == nil && s == nil:
-			continue // another request committed the key while the insert waited; above read committed that is an error
+			continue // another request committed the key while the insert waited, above read committed; or it was forgotten
 		case err != nil:
 			return nil, Response{}, err
-		case s.made:
-			s.sealed = sealed
+		case made:
 			return newHolder(o, key, s, asked), Response{}, nil
 		}
 		if response, ok, err := o.answer(key, s); ok {
@@ -265,16 +266,15 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 		}
 		return nil, err
 	}
-	// A client that retries in a tight loop must not use the attempts up within seconds.
-	if s.putOff > 0 && s.attempts >= attemptsFree {
-		return nil, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
-	}
 	kept, err := f.kept(key, request, s.sealed)
 	if err != nil {
 		return nil, err
 	}
 	h, taken, age := newHolder(o, key, s, time.Now()), false, (*float64)(nil)
-	err = o.claim(ctx, key, one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age), o.sql.flow.take, s.token, o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
+	err = o.claim(ctx, key, func(batch *pgx.Batch) {
+		taking := h.statement(o.sql.flow.take, o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
+		batch.Queue(taking.sql, taking.args...).QueryRow(one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age))
+	})
 	if err == nil && !taken || conflict(err) {
 		return nil, nil
 	}
@@ -295,9 +295,6 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	}
 	return nil, err
 }
-
-// attemptsFree is how many attempts of a phase wait only for their client.
-const attemptsFree = 10
 
 // knows returns ErrUnknownRecoveryPoint unless the key is of this flow, the phases that are done are the
 // first ones of this program's list, and the one whose call may have been made is the next.

@@ -17,15 +17,12 @@ const (
 	isIndeterminate = `coalesce(state, '') OPERATOR(pg_catalog.=) 'indeterminate'`
 )
 
-// found lists the columns of an existing key.
-const found = `false, state, fingerprint, phases, calling, data, request, lock_token, coalesce(locked_until > clock_timestamp(), false),
+// lookSQL reads an existing key.
+const lookSQL = `-- idempotency.look
+SELECT state, fingerprint, phases, calling, data, request, lock_token, coalesce(locked_until > clock_timestamp(), false),
   coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed,
   coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, coalesce(flow::text, ''), coalesce(call::text, ''), extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8
 FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3`
-
-// lookSQL serves the completer, and requests that only read the outcome.
-const lookSQL = `-- idempotency.look
-SELECT ` + found
 
 // reapSQL forgets keys at their expires_at: finished ones, and running ones of which nothing happened.
 // A running one of which something did, or may have, is left to a person. Locked rows are skipped. It

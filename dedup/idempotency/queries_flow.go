@@ -1,18 +1,12 @@
 package idempotency
 
-// fresh lists the same columns for a key that this statement inserted.
-const fresh = `true, 'running'::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, false,
-  0::float8, 1, NULL::integer, NULL::jsonb, NULL::bytea, false, false, 0::float8, '', '', 0::float8 FROM claimed`
-
 // claimFlowSQL claims a key for work in phases. The token begins at the database's clock, in
 // microseconds, so that no later claim of the key has it: a holder may wake up when its row is
-// forgotten, or lost by a failover, and the key is claimed again.
+// forgotten, or lost by a failover, and the key is claimed again. lookSQL follows.
 const claimFlowSQL = `-- idempotency.claim_flow
-WITH claimed AS (
-  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, lock_token, locked_until, locked_by, request, flow, expires_at)
-  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, (extract(epoch FROM clock_timestamp()) OPERATOR(pg_catalog.*) 1000000::numeric)::bigint,
-    clock_timestamp() + $6::interval, $7, $8, $9, CASE WHEN $8::bytea IS NULL THEN clock_timestamp() + $10::interval END) ON CONFLICT DO NOTHING RETURNING lock_token)
-SELECT ` + fresh + ` UNION ALL SELECT ` + found
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, lock_token, locked_until, locked_by, request, flow, expires_at)
+VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, (extract(epoch FROM clock_timestamp()) OPERATOR(pg_catalog.*) 1000000::numeric)::bigint,
+  clock_timestamp() + $6::interval, $7, $8, $9, CASE WHEN $8::bytea IS NULL THEN clock_timestamp() + $10::interval END) ON CONFLICT DO NOTHING RETURNING lock_token`
 
 // takeFlowSQL takes over the lock of a key that no worker holds. Two workers that read the same token
 // race; the UPDATE lets one win. The previous holder still has this token, so request, phases and

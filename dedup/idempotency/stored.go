@@ -29,9 +29,8 @@ const (
 	happened   call = "happened"   // by a decision: the Write of its phase is next
 )
 
-// stored is a key as a statement found it. made: the statement inserted it.
+// stored is a key as a statement found it.
 type stored struct {
-	made        bool
 	state       state
 	fingerprint []byte // see Operation.fingerprint
 	phases      []string
@@ -57,7 +56,7 @@ type stored struct {
 func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
 	var remaining, putOff, idle float64
-	err := row.Scan(&s.made, &s.state, &s.fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &s.locked, &remaining, &s.attempts,
+	err := row.Scan(&s.state, &s.fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &s.locked, &remaining, &s.attempts,
 		&s.status, &s.headers, &s.body, &s.dropped, &s.sealed, &putOff, &s.flow, &s.call, &idle)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error

@@ -133,8 +133,8 @@ func (o *Operation) send(ctx context.Context, conn *pgxpool.Conn, batch *pgx.Bat
 	return err
 }
 
-// claim sends a statement that claims the key of a flow, or takes it over, and scans its row.
-func (o *Operation) claim(ctx context.Context, key Key, scan func(pgx.Row) error, sql string, args ...any) error {
+// claim sends the statements that queue queues, which claim the key of a flow, or take it over.
+func (o *Operation) claim(ctx context.Context, key Key, queue func(batch *pgx.Batch)) error {
 	conn, err := o.pool.Acquire(ctx)
 	if err != nil {
 		return fmt.Errorf("get a database connection: %w", err)
@@ -142,7 +142,7 @@ func (o *Operation) claim(ctx context.Context, key Key, scan func(pgx.Row) error
 	defer conn.Release()
 	batch := &pgx.Batch{} // one transaction without BEGIN
 	o.queueLimits(batch, min(claimWait, o.cfg.WaitMax))
-	batch.Queue(sql, append([]any{key.Scope, key.Operation, key.Value}, args...)...).QueryRow(scan)
+	queue(batch)
 	return claimed(ctx, key, o.send(ctx, conn, batch))
 }
 

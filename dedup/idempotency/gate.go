@@ -133,7 +133,7 @@ func (o *Operation) enter(ctx context.Context, key Key) (at turn, err error) {
 	default:
 	}
 	if l.waiting >= o.cfg.KeyWaitersMax || g.waiting[n.scope] >= o.cfg.ScopeWaitersMax {
-		return turn{}, &CrowdedError{RetryAfter: time.Second}
+		return turn{}, &InProgressError{RetryAfter: time.Second, Crowded: true}
 	}
 	l.users++
 	l.waiting++

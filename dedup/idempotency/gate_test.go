@@ -147,8 +147,8 @@ func TestWaitersAreBounded(t *testing.T) {
 		ends := []func() error{held(t, o, busy, insertOnce("busy")), held(t, o, other, insertOnce("other"))}
 		answers := waiters(t, o, 3, insertOnce("busy"))
 		_, err := o.Once(t.Context(), c.beyond, insertOnce("new"))
-		var crowded *idempotency.CrowdedError
-		require.Equal(t, c.crowd, errors.As(err, &crowded), n)
+		var crowded *idempotency.InProgressError
+		require.Equal(t, c.crowd, errors.As(err, &crowded) && crowded.Crowded, n)
 		require.Equal(t, c.crowd, errors.Is(err, idempotency.ErrInProgress))
 		require.Equal(t, c.crowd, crowds.Load() == 1)
 		if c.crowd {

@@ -52,7 +52,7 @@ type Config struct {
 	// byte to 64 MiB; default 1 MiB.
 	ResponseBytesMax int
 	// KeyWaitersMax and ScopeWaitersMax bound how many requests of this process wait for one key,
-	// and for all keys of one scope. A request beyond the bound gets a CrowdedError at once. 1 to
+	// and for all keys of one scope. A request beyond the bound gets an InProgressError at once. 1 to
 	// 100,000; default 100 and 256.
 	KeyWaitersMax, ScopeWaitersMax int
 	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Rows stored in clear,
@@ -82,7 +82,7 @@ type Verdict string
 const (
 	Executed     Verdict = "executed"    // the work ran, and its outcome is stored
 	Replayed     Verdict = "replayed"    // the outcome was stored before
-	Crowded      Verdict = "crowded"     // CrowdedError
+	Crowded      Verdict = "crowded"     // InProgressError.Crowded
 	Mismatch     Verdict = "mismatch"    // ErrMismatch
 	InProgress   Verdict = "in_progress" // ErrInProgress
 	Undecided    Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
@@ -229,7 +229,7 @@ func (o *Operation) answered(response Response, err error) (Response, error) {
 }
 
 func verdictOf(response Response, err error) Verdict {
-	var crowded *CrowdedError
+	var busy *InProgressError
 	switch {
 	case err == nil && response.Replayed:
 		return Replayed
@@ -239,7 +239,7 @@ func verdictOf(response Response, err error) Verdict {
 		return InvalidKey
 	case errors.Is(err, ErrMismatch):
 		return Mismatch
-	case errors.As(err, &crowded):
+	case errors.As(err, &busy) && busy.Crowded:
 		return Crowded
 	case errors.Is(err, ErrInProgress):
 		return InProgress

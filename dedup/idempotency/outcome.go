@@ -61,23 +61,21 @@ var (
 	ErrUnreadable = errors.New("the idempotency key was used, and what is stored under it cannot be read")
 )
 
-// InProgressError is an ErrInProgress with the time after which a retry is worthwhile.
-type InProgressError struct{ RetryAfter time.Duration }
+// InProgressError is an ErrInProgress with the time after which a retry is worthwhile. Crowded: the maximum
+// number of requests of this process waits for the key, or for the tenant's keys (Config.KeyWaitersMax,
+// Config.ScopeWaitersMax), and no statement was sent to the database.
+type InProgressError struct {
+	RetryAfter time.Duration
+	Crowded    bool
+}
 
 func (e *InProgressError) Error() string {
+	if e.Crowded {
+		return fmt.Sprintf("%v, and too many wait for it: try again in %v", ErrInProgress, e.RetryAfter)
+	}
 	return fmt.Sprintf("%v: try again in %v", ErrInProgress, e.RetryAfter)
 }
 func (e *InProgressError) Unwrap() error { return ErrInProgress }
-
-// CrowdedError is an ErrInProgress of a key, or a tenant, for which the maximum number of requests
-// of this process is already waiting: see Config.KeyWaitersMax and Config.ScopeWaitersMax. Nothing
-// was done, and no statement was sent to the database.
-type CrowdedError struct{ RetryAfter time.Duration }
-
-func (e *CrowdedError) Error() string {
-	return fmt.Sprintf("%v, and too many wait for it: try again in %v", ErrInProgress, e.RetryAfter)
-}
-func (e *CrowdedError) Unwrap() error { return ErrInProgress }
 
 // FinalError is the error that Final returns.
 type FinalError struct {
@@ -179,7 +177,7 @@ func (e *workError) Is(target error) bool {
 // As hides their types.
 func (e *workError) As(target any) bool {
 	switch target.(type) {
-	case **InProgressError, **CrowdedError:
+	case **InProgressError:
 		return false
 	case **pgconn.PgError:
 		if lost(e.err) {

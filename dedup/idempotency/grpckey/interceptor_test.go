@@ -286,7 +286,7 @@ func TestReasons(t *testing.T) {
 		reason string
 		after  time.Duration
 	}{
-		{&idempotency.CrowdedError{RetryAfter: time.Minute}, codes.ResourceExhausted, "IDEMPOTENCY_TOO_MANY_WAITING", time.Minute},
+		{&idempotency.InProgressError{Crowded: true, RetryAfter: time.Minute}, codes.ResourceExhausted, "IDEMPOTENCY_TOO_MANY_WAITING", time.Minute},
 		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, "IDEMPOTENCY_KEY_IN_PROGRESS", time.Second},
 		{idempotency.ErrMismatch, codes.InvalidArgument, "IDEMPOTENCY_KEY_REUSED", 0},
 		{idempotency.ErrIndeterminate, codes.FailedPrecondition, "IDEMPOTENCY_KEY_UNDECIDED", 0},

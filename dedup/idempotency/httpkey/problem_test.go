@@ -30,7 +30,7 @@ func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 	t.Parallel()
 	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{})
 	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		m.Fail(w, r, fmt.Errorf("once: %w", &idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}))
+		m.Fail(w, r, fmt.Errorf("once: %w", &idempotency.InProgressError{Crowded: true, RetryAfter: 1500 * time.Millisecond}))
 	}))
 	a := s.post(t, "k", "a")
 	requireProblem(t, a, 429, serving.TooManyWaiting)

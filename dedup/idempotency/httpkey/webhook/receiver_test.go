@@ -283,7 +283,7 @@ func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 		status int
 		after  time.Duration
 	}{
-		{&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}, 429, 1500 * time.Millisecond},
+		{&idempotency.InProgressError{Crowded: true, RetryAfter: 1500 * time.Millisecond}, 429, 1500 * time.Millisecond},
 		{&idempotency.InProgressError{RetryAfter: 3 * time.Second}, 409, 3 * time.Second},
 		{idempotency.ErrMismatch, 422, 0},
 		{idempotency.ErrIndeterminate, 503, 10 * time.Second},

@@ -1,7 +1,6 @@
 package serving
 
 import (
-	"cmp"
 	"errors"
 	"time"
 
@@ -69,10 +68,9 @@ const RetryAfter = time.Second
 // waits before it retries; 0: a retry does not help.
 func ProblemOf(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
-	var crowded *idempotency.CrowdedError
 	switch {
-	case errors.As(err, &crowded):
-		return TooManyWaiting, cmp.Or(crowded.RetryAfter, RetryAfter)
+	case errors.As(err, &busy) && busy.Crowded:
+		return TooManyWaiting, busy.RetryAfter
 	case errors.As(err, &busy):
 		return KeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):

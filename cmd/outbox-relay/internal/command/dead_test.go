@@ -194,9 +194,8 @@ func TestOutcomeOfAPersonAnswersAWebhook(t *testing.T) {
 	t.Parallel()
 	const secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 	address := pgtest.Database(t)
-	var answer webhook.Answer
 	receiver, err := webhook.New(pool(t, address), webhook.Config{
-		Sender: "github", Name: "webhook", Scheme: webhook.GitHub(secret), Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answer = a }},
+		Sender: "github", Name: "webhook", Scheme: webhook.GitHub(secret),
 	}, func(context.Context, pgx.Tx, webhook.Event) error { return idempotency.Indeterminate(io.EOF) })
 	require.NoError(t, err)
 	deliver := func(id string) *httptest.ResponseRecorder {
@@ -228,7 +227,6 @@ func TestOutcomeOfAPersonAnswersAWebhook(t *testing.T) {
 			w := deliver(id)
 			require.Equal(t, c.want, w.Code, id)
 			require.Equal(t, c.text, w.Body.String(), id)
-			require.Equal(t, []any{true, c.text == "refused\n"}, []any{answer.Replayed, answer.Refused}, id)
 		}
 	}
 }

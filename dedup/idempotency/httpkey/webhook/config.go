@@ -34,44 +34,12 @@ type Config struct {
 	CompareBody bool
 	// BodyBytesMax is the largest body. 1 byte to 64 MiB; default 1 MiB.
 	BodyBytesMax int
-	// ReadMax is how long reading the body may take; no database connection is held during it. It
-	// can shorten http.Server.ReadTimeout, never extend it. 1 ms to 10 min; default 10 s.
-	ReadMax time.Duration
-	// HandleMax is how long handling an event may take, with all attempts; it continues if the
-	// sender disconnects. More than Idempotency.WaitMax; 1 ms to 1 h; default 30 s.
-	HandleMax time.Duration
 	// Idempotency configures the storage of events: the schema, the window, time limits. Window
 	// defaults to 7 days here, and must be longer than the sender's retries and than twice the
 	// tolerance. Operation, Strict and Failed are not allowed. Its Logger also gets deliveries that are
 	// not handled, without secrets, bodies or headers.
 	Idempotency idempotency.Config
-	// Hooks are called synchronously; they must return quickly.
-	Hooks Hooks
 }
-
-// Hooks are optional callbacks, for metrics.
-type Hooks struct {
-	// Answered is called for each delivery.
-	Answered func(answer Answer)
-}
-
-// Answer describes the response to a delivery.
-type Answer struct {
-	Sender string
-	// ID and Type of the event: empty if the delivery was not verified.
-	ID, Type string
-	// Status that the sender got.
-	Status int
-	// Replayed: the event was handled, or refused, before. Refused: it was refused, now or before.
-	Replayed, Refused bool
-	// Err is the reason why it was not handled: an error of this package, of idempotency, or of the
-	// handler.
-	Err error
-
-	retryAfter time.Duration // zero: none is sent
-}
-
-const refused = "refused"
 
 func (c Config) withDefaults() (Config, error) {
 	problems := []error{c.Scheme.problem}
@@ -85,8 +53,6 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Tolerance", Value: &c.Tolerance, Default: 5 * time.Minute, Min: time.Second, Max: 24 * time.Hour},
-		bounds.Duration{Field: "ReadMax", Value: &c.ReadMax, Default: 10 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},
-		bounds.Duration{Field: "HandleMax", Value: &c.HandleMax, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)...)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "BodyBytesMax", Value: &c.BodyBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
@@ -103,6 +69,9 @@ func (c Config) withDefaults() (Config, error) {
 		if i.Window <= 2*c.Tolerance {
 			problems = append(problems, bounds.Problem("Idempotency.Window", i.Window, fmt.Sprintf("more than twice the Tolerance of %v", c.Tolerance)))
 		}
+	}
+	if i.WaitMax >= handleMax {
+		problems = append(problems, bounds.Problem("Idempotency.WaitMax", i.WaitMax, fmt.Sprintf("less than %v", handleMax)))
 	}
 	if i.Strict {
 		problems = append(problems, errors.New("Idempotency.Strict: want false: a failure that is over tomorrow would refuse the event"))

@@ -17,19 +17,19 @@
 //
 // # How a delivery is handled
 //
-// The body is read, within its limits of size and time, and the signature verified, before a
+// The body is read, within its limit of size and 10 seconds, and the signature verified, before a
 // database connection is acquired. Then the event's ID is claimed in the transaction of the handler
 // (idempotency.Operation.Once, with the sender's name as the scope): effect, claim and outcome are
 // committed together, or none of them is. The signed timestamp is compared with the database's
 // clock in that transaction, and only for an event that is not stored, since all others have no
-// effect. The clock of this process decides only how long it waits.
+// effect. A handler that takes longer than 30 seconds is rolled back. The clock of this process decides only how long it waits.
 //
 //	200              handled or refused (Refuse), now or before; or stored by a person (outbox-relay keys finish), with its status
 //	400, 401, 405    malformed or out of tolerance; no signature matches; not POST
 //	408, 413         the body was too slow, or too large
 //	409              another delivery of the event is being handled; with Retry-After
 //	422              the ID was used with another body (CompareBody)
-//	429              too many deliveries of the event wait (Idempotency.KeyWaitersMax, ScopeWaitersMax); with Retry-After
+//	429              100 deliveries of the event wait, or 256 of the sender; with Retry-After
 //	503              the handler failed, or the database; with Retry-After
 //
 // # How senders react

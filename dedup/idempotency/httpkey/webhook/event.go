@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 )
 
 // Event is a delivery with a verified signature.
@@ -39,7 +40,7 @@ func (e Event) ChildID(step string) uuid.UUID { return e.key.ChildID(step) }
 // those of one execution.
 //
 // An error rolls back, and makes the sender redeliver; Refuse ends the deliveries. ctx does not end
-// when the sender disconnects, only after Config.HandleMax.
+// when the sender disconnects, only after 30 s.
 type Handler func(ctx context.Context, tx pgx.Tx, event Event) error
 
 // Reasons why a delivery is not handled. Nothing was written.
@@ -51,9 +52,9 @@ var (
 	// ErrStale: the delivery was signed longer ago, or further ahead, than Config.Tolerance. 400.
 	ErrStale = errors.New("the delivery's timestamp is out of tolerance")
 	// ErrTooLarge: the body has more than Config.BodyBytesMax. 413.
-	ErrTooLarge = errors.New("the delivery's body is too large")
-	// ErrSlow: the body did not arrive within Config.ReadMax. 408.
-	ErrSlow = errors.New("the delivery's body did not arrive in time")
+	ErrTooLarge = bodies.ErrTooLarge
+	// ErrSlow: the body did not arrive within 10 s. 408.
+	ErrSlow = bodies.ErrSlow
 )
 
 // Refuse means that the event can never be handled: the handler's writes are rolled back, the

@@ -15,7 +15,7 @@ func (s Scheme) Verify(header http.Header, body []byte) (Event, error) {
 
 // Answer is what a sender gets for an error of the engine: status and Retry-After.
 func AnswerTo(err error) (status int, retryAfter time.Duration) {
-	var a Answer
+	var a answer
 	a.refuse(err)
-	return a.Status, a.retryAfter
+	return a.status, a.retryAfter
 }

@@ -18,7 +18,6 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
-	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // Receiver is the endpoint of one sender. It is safe for concurrent use.
@@ -38,9 +37,7 @@ func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
 	}
 	events, err := idempotency.New(pool, cfg.Idempotency)
 	if err != nil {
-		problems = append(problems, fmt.Errorf("%s: %w", "Idempotency", err))
-	} else if wait := events.Config().WaitMax; wait >= cfg.HandleMax {
-		problems = append(problems, bounds.Problem("HandleMax", cfg.HandleMax, fmt.Sprintf("more than Idempotency.WaitMax, %v", wait)))
+		problems = append(problems, fmt.Errorf("Idempotency: %w", err))
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
@@ -55,36 +52,44 @@ func (r *Receiver) Run(ctx context.Context) { r.events.Run(ctx) }
 // ServeHTTP answers a delivery. The answer reveals neither secrets nor the handler's error.
 func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 	a := r.receive(w, request)
-	if r.cfg.Hooks.Answered != nil {
-		r.cfg.Hooks.Answered(a)
-	}
 	r.log(request.Context(), a)
 	if a.retryAfter > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(a.retryAfter.Seconds()))))
 	}
 	w.Header().Set("Cache-Control", "no-store")
-	text := http.StatusText(a.Status)
-	if a.Refused {
+	text := http.StatusText(a.status)
+	if a.refused {
 		text = refused
 	}
-	switch a.Status {
+	switch a.status {
 	case http.StatusMethodNotAllowed:
 		w.Header().Set("Allow", http.MethodPost)
 	case http.StatusNoContent: // stored by a person
-		w.WriteHeader(a.Status)
+		w.WriteHeader(a.status)
 		return
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
-	w.WriteHeader(a.Status)
+	w.WriteHeader(a.status)
 	_, _ = io.WriteString(w, text+"\n")
 }
 
+// answer describes the response to a delivery.
+type answer struct {
+	id, kind   string // of the event; empty if the delivery was not verified
+	status     int
+	refused    bool          // the event, now or before
+	retryAfter time.Duration // zero: none is sent
+	err        error         // why the event was not handled
+}
+
+const refused = "refused"
+
 // receive reads and verifies a delivery before it acquires a database connection.
-func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer {
-	a := Answer{Sender: r.cfg.Sender}
+func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) answer {
+	var a answer
 	if request.Method != http.MethodPost {
-		a.Status, a.Err = http.StatusMethodNotAllowed, fmt.Errorf("%w: method is not POST", ErrMalformed)
+		a.status, a.err = http.StatusMethodNotAllowed, fmt.Errorf("%w: method is not POST", ErrMalformed)
 		return a
 	}
 	event, err := r.verified(w, request)
@@ -92,16 +97,12 @@ func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer 
 		a.refuse(err)
 		return a
 	}
-	a.ID, a.Type = event.ID, event.Type
+	a.id, a.kind = event.ID, event.Type
 	event.key = idempotency.Key{Scope: r.cfg.Sender, Operation: r.cfg.Idempotency.Operation, Value: event.ID}
 	if r.cfg.CompareBody {
 		event.key.Fingerprint = idempotency.NewFingerprint(event.Body)
 	}
-	// The sender may disconnect long before the effect is committed: its next delivery gets the
-	// outcome.
-	ctx, cancel := serving.Outliving(request.Context(), r.cfg.HandleMax)
-	defer cancel()
-	r.once(ctx, event, &a)
+	r.once(request.Context(), event, &a)
 	return a
 }
 
@@ -110,9 +111,12 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 	if err := r.cfg.Scheme.once(request.Header); err != nil {
 		return Event{}, err
 	}
-	body, err := r.read(w, request)
-	if err != nil {
+	body, err := bodies.Read(w, request, r.cfg.BodyBytesMax, readMax)
+	switch {
+	case errors.Is(err, ErrTooLarge), errors.Is(err, ErrSlow):
 		return Event{}, err
+	case err != nil:
+		return Event{}, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
 	}
 	event, err := r.cfg.Scheme.verify(request.Header, body)
 	if err != nil {
@@ -127,24 +131,10 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 	return event, nil
 }
 
-// read reads the body, within its limits.
-func (r *Receiver) read(w http.ResponseWriter, request *http.Request) ([]byte, error) {
-	content, err := bodies.Read(w, request, r.cfg.BodyBytesMax, r.cfg.ReadMax)
-	switch {
-	case errors.Is(err, bodies.ErrTooLarge):
-		return nil, fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, r.cfg.BodyBytesMax)
-	case errors.Is(err, bodies.ErrSlow):
-		return nil, fmt.Errorf("%w: %v, or what the server allows", ErrSlow, r.cfg.ReadMax)
-	case err != nil:
-		return nil, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
-	}
-	return content, nil
-}
-
 // once handles an event in one transaction with the claim of its ID.
-func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
-	ctx, stop := context.WithCancelCause(ctx)
-	defer stop(nil)
+func (r *Receiver) once(sender context.Context, event Event, a *answer) {
+	ctx, cancel := serving.Outliving(sender, handleMax)
+	defer cancel()
 	var failure error // the handler's error, whatever it wraps
 	response, err := r.events.Once(ctx, event.key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		failure = nil
@@ -161,13 +151,13 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 	case err == nil:
 		// An outcome that a person stored (outbox-relay keys finish) may have status 0, and a body
 		// of its own.
-		a.Status, a.Replayed = cmp.Or(response.Status, http.StatusOK), response.Replayed
-		a.Refused = response.BodyDropped || string(response.Body) == refused
-		if !a.Replayed {
-			a.Err = failure
+		a.status = cmp.Or(response.Status, http.StatusOK)
+		a.refused = response.BodyDropped || string(response.Body) == refused
+		if !response.Replayed {
+			a.err = failure
 		}
 	case failure != nil:
-		a.Status, a.retryAfter, a.Err = http.StatusServiceUnavailable, retryAfter, err
+		a.status, a.retryAfter, a.err = http.StatusServiceUnavailable, retryAfter, err
 	default:
 		a.refuse(err)
 	}
@@ -189,38 +179,41 @@ func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error
 	return nil
 }
 
-// retryAfter is sent to the sender after a failure.
-const retryAfter = 10 * time.Second
+const (
+	readMax    = 10 * time.Second // for the body
+	handleMax  = 30 * time.Second // for handling an event, with all attempts
+	retryAfter = 10 * time.Second // is sent to the sender after a failure
+)
 
 // refuse sets the status for a delivery that is not handled: 409, 429 or 5xx, and the time of the next one,
 // if another delivery of the event may succeed.
-func (a *Answer) refuse(err error) {
-	a.Err = err
+func (a *answer) refuse(err error) {
+	a.err = err
 	switch problem, after := serving.ProblemOf(err); {
 	case errors.Is(err, ErrSignature):
-		a.Status = http.StatusUnauthorized
+		a.status = http.StatusUnauthorized
 	case errors.Is(err, ErrStale), errors.Is(err, ErrMalformed), errors.Is(err, idempotency.ErrInvalid):
-		a.Status = http.StatusBadRequest
+		a.status = http.StatusBadRequest
 	case errors.Is(err, ErrTooLarge):
-		a.Status = http.StatusRequestEntityTooLarge
+		a.status = http.StatusRequestEntityTooLarge
 	case errors.Is(err, ErrSlow):
-		a.Status = http.StatusRequestTimeout
+		a.status = http.StatusRequestTimeout
 	case problem == serving.TooManyWaiting, problem == serving.KeyInProgress, problem == serving.KeyReused:
-		a.Status, a.retryAfter = problem.Describe().Status, after
+		a.status, a.retryAfter = problem.Describe().Status, after
 	default:
-		a.Status, a.retryAfter = http.StatusServiceUnavailable, retryAfter
+		a.status, a.retryAfter = http.StatusServiceUnavailable, retryAfter
 	}
 }
 
 // log logs a delivery that is not handled. Unverified deliveries are logged at level info, since
 // anyone can send any number of them.
-func (r *Receiver) log(ctx context.Context, a Answer) {
+func (r *Receiver) log(ctx context.Context, a answer) {
 	level := slog.LevelWarn
 	switch {
-	case a.Err == nil:
+	case a.err == nil:
 		return
-	case a.ID == "":
+	case a.id == "":
 		level = slog.LevelInfo
 	}
-	r.events.Config().Logger.Log(ctx, level, "a webhook delivery is not handled", "sender", a.Sender, "id", a.ID, "type", a.Type, "status", a.Status, "error", a.Err)
+	r.events.Config().Logger.Log(ctx, level, "a webhook delivery is not handled", "sender", r.cfg.Sender, "id", a.id, "type", a.kind, "status", a.status, "error", a.err)
 }

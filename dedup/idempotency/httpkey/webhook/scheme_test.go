@@ -171,12 +171,8 @@ func TestWrongSecretsAreRefused(t *testing.T) {
 func TestWrongSettingsAreRefused(t *testing.T) {
 	t.Parallel()
 	change := map[string]func(*webhook.Config){
-		"Tolerance 1ms: want":    func(c *webhook.Config) { c.Tolerance = time.Millisecond },
-		"ReadMax -1ns: want":     func(c *webhook.Config) { c.ReadMax = -1 },
-		"HandleMax 2h0m0s: want": func(c *webhook.Config) { c.HandleMax = 2 * time.Hour },
-		"HandleMax 1s: want more than Idempotency.WaitMax, 1s": func(c *webhook.Config) {
-			c.HandleMax, c.Idempotency.WaitMax = time.Second, time.Second
-		},
+		"Tolerance 1ms: want":                                func(c *webhook.Config) { c.Tolerance = time.Millisecond },
+		"Idempotency.WaitMax 30s: want less than 30s":        func(c *webhook.Config) { c.Idempotency.WaitMax = 30 * time.Second },
 		"BodyBytesMax -1: want":                              func(c *webhook.Config) { c.BodyBytesMax = -1 },
 		"Idempotency.Window 10m0s: want more than twice the": func(c *webhook.Config) { c.Idempotency.Window = 10 * time.Minute },
 		"Idempotency.Strict: want false":                     func(c *webhook.Config) { c.Idempotency.Strict = true },

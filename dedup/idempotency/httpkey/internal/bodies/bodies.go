@@ -3,6 +3,7 @@ package bodies
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"os"
@@ -28,8 +29,9 @@ func Read(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Dur
 	if r.Body == nil {
 		return nil, nil
 	}
+	tooLarge := fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, bytesMax)
 	if r.ContentLength > int64(bytesMax) {
-		return nil, ErrTooLarge
+		return nil, tooLarge
 	}
 	cut, over := false, make(chan struct{})
 	timer := time.AfterFunc(timeMax, func() {
@@ -44,12 +46,12 @@ func Read(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Dur
 	var large *http.MaxBytesError
 	switch {
 	case errors.As(err, &large):
-		return nil, ErrTooLarge
+		return nil, tooLarge
 	case cut, errors.Is(err, os.ErrDeadlineExceeded): // cut as the last byte arrived: the connection is unusable
 		if r.ProtoMajor == 1 {
 			w.Header().Set("Connection", "close") // the rest of the body is still in it
 		}
-		return nil, ErrSlow
+		return nil, fmt.Errorf("%w: %v, or what the server allows", ErrSlow, timeMax)
 	}
 	return content, err
 }

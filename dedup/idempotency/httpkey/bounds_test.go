@@ -30,12 +30,12 @@ func TestNewReportsAllProblems(t *testing.T) {
 	_, err := httpkey.New(nil, nil, httpkey.Config{
 		Operation:       idempotency.Config{ResponseBytesMax: 100, Failed: func(error) idempotency.Response { return idempotency.Response{} }},
 		PassWithoutKey:  []string{"put", ""},
-		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99,
+		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
 		"scope is nil", "pool is nil", "Operation", `PassWithoutKey "put"`, `PassWithoutKey ""`, "RequestBytesMax -1", "ReadTimeout -1ns",
-		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "Operation.Failed", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
+		"HandlerTimeout 2h0m0s", "Operation.Failed", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
 	}
@@ -277,7 +277,7 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 func TestStreamingIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	m := newMiddleware(t, pool, httpkey.Config{BufferBytesMax: 1 << 20})
+	m := newMiddleware(t, pool, httpkey.Config{})
 	for name, c := range map[string]struct {
 		stream func(w http.ResponseWriter) error
 		want   error

@@ -46,11 +46,6 @@ type Config struct {
 	// HandlerTimeout is how long claim and handler may take together, whether or not the client
 	// waits. More than Operation.WaitMax; 1 ms to 1 h; default 30 s.
 	HandlerTimeout time.Duration
-	// BufferBytesMax is the largest body that a handler may answer with; beyond it the handler's
-	// writes are rolled back. A body larger than Operation.ResponseBytesMax reaches the first
-	// client, and is not stored. 1 byte to 1 GiB; default 8 MiB, or Operation.ResponseBytesMax if
-	// that is larger.
-	BufferBytesMax int
 	// Headers of responses to store and replay, in addition to ReplayedHeaders: none that may not be
 	// shown again (tokens), and none that idempotency.NeverStored reports.
 	Headers []string
@@ -100,11 +95,7 @@ func (c *Config) check() []error {
 	)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
-		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},
 	)...)
-	if c.BufferBytesMax < c.Operation.ResponseBytesMax {
-		problems = append(problems, bounds.Problem("BufferBytesMax", c.BufferBytesMax, fmt.Sprintf("at least Operation.ResponseBytesMax, %d", c.Operation.ResponseBytesMax)))
-	}
 	if c.PassWithoutKey == nil {
 		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
 	}

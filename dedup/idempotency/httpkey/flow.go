@@ -74,7 +74,9 @@ func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request fu
 	if !ok || request == nil {
 		return key, body, ok
 	}
-	input, err := m.made(r, request, body) //nolint:contextcheck // it outlives its client
+	run := again(r.Context(), r, body)
+	defer removeFiles(run, r)
+	input, err := request(run)
 	var final *idempotency.FinalError
 	switch {
 	case errors.As(err, &final):
@@ -83,15 +85,6 @@ func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request fu
 		refuse(w, serving.Unreadable, 0)
 	}
 	return key, input, err == nil
-}
-
-// made returns the input of the phases.
-func (m *Middleware) made(r *http.Request, request func(r *http.Request) ([]byte, error), body []byte) ([]byte, error) {
-	ctx, cancel := m.outliving(r)
-	defer cancel()
-	run := again(ctx, r, body)
-	defer removeFiles(run, r)
-	return request(run)
 }
 
 // outliving returns a context that does not end with the client.

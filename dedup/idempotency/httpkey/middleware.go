@@ -114,7 +114,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
 		e := &serving.Exchange{Tx: tx, Key: key}
-		recorded := &recorder{header: outer.Clone(), bytesMax: m.cfg.BufferBytesMax}
+		recorded := &recorder{header: outer.Clone(), bytesMax: max(bufferBytesMax, m.cfg.Operation.ResponseBytesMax)}
 		run := again(serving.With(ctx, e), r, body)
 		defer removeFiles(run, r)
 		next.ServeHTTP(recorded, run)

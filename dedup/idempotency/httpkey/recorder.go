@@ -17,13 +17,16 @@ var (
 	// before COMMIT. The request fails, whatever the handler does with the error: rolled back,
 	// nothing stored, status 500.
 	ErrStreaming = errors.New("the response of a request with an idempotency key cannot be streamed: it is sent after COMMIT, in one piece")
-	// ErrResponseTooLarge is returned to a handler whose response exceeds Config.BufferBytesMax.
-	// The request fails in the same way.
-	ErrResponseTooLarge = errors.New("the response is larger than Config.BufferBytesMax")
+	// ErrResponseTooLarge is returned to a handler whose response exceeds 8 MiB, or
+	// Operation.ResponseBytesMax if that is larger. The request fails in the same way. A body that is
+	// larger than Operation.ResponseBytesMax alone reaches the first client, and is not stored.
+	ErrResponseTooLarge = errors.New("the response is larger than 8 MiB, and than Operation.ResponseBytesMax")
 
 	errAfterwards = errors.New("the handler has returned")
 	errFailedLate = errors.New("the handler answered with a failure after a success: use Fail, or answer once everything is done")
 )
+
+const bufferBytesMax = 8 << 20
 
 // recorder keeps a response until the transaction is committed. It has no Unwrap, so that
 // http.ResponseController cannot bypass it, and no ReadFrom: io.Copy goes through Write.

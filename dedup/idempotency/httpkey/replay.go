@@ -6,17 +6,27 @@ import (
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/internal/headers"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // ReplayedHeaders are the headers of a response that are stored and replayed by default, in
 // canonical form: they describe its content, and do not belong to one client or connection.
-func ReplayedHeaders() []string { return headers.Kept() }
+func ReplayedHeaders() []string {
+	return []string{
+		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Range", "Content-Type",
+		"Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After", "X-Content-Type-Options",
+	}
+}
 
 // kept returns the headers to store.
 func (m *Middleware) kept(header http.Header) map[string][]string {
-	return headers.Select(header, func(name string) bool { return m.keep[http.CanonicalHeaderKey(name)] })
+	kept := map[string][]string{}
+	for name, values := range header {
+		if m.keep[http.CanonicalHeaderKey(name)] {
+			kept[name] = values
+		}
+	}
+	return kept
 }
 
 // first sends the handler's whole answer; its header includes what outer layers set.
@@ -33,7 +43,8 @@ func replay(w http.ResponseWriter, response idempotency.Response) {
 	header.Set(replayedHeader, "true")
 	header.Set("Cache-Control", "no-store")
 	if response.BodyDropped {
-		add(header, headers.Select(response.Header, func(name string) bool { return !ofBody(name) }))
+		maps.DeleteFunc(response.Header, func(name string, _ []string) bool { return ofBody(name) })
+		add(header, response.Header)
 		send(w, serving.ResponseDropped, response.Status)
 		return
 	}

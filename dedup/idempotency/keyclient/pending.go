@@ -72,25 +72,20 @@ func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string,
 	if !storable(request) {
 		return "", fmt.Errorf("a name of %d bytes: want 1 to 255 bytes of UTF-8 without control characters", len(request))
 	}
-	for range 10 { // while others begin and forget the name
-		var old bool
-		err = pgx.BeginTxFunc(ctx, p.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
-			batch := &pgx.Batch{}
-			batch.Queue(pendingSettingsSQL)
-			batch.Queue(migrations.InSchema(beginPendingSQL, p.cfg.Schema), p.cfg.Client, request, fresh, p.cfg.AgeMax).QueryRow(func(row pgx.Row) error { return row.Scan(&key, &old) })
-			return tx.SendBatch(ctx, batch).Close()
-		})
-		switch {
-		case errors.Is(err, pgx.ErrNoRows):
-			continue
-		case err != nil:
-			return "", err
-		case old:
-			return "", ErrPendingTooOld
-		}
-		return key, nil
+	var old bool
+	err = pgx.BeginTxFunc(ctx, p.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		batch := &pgx.Batch{}
+		batch.Queue(pendingSettingsSQL)
+		batch.Queue(migrations.InSchema(beginPendingSQL, p.cfg.Schema), p.cfg.Client, request, fresh, p.cfg.AgeMax).QueryRow(func(row pgx.Row) error { return row.Scan(&key, &old) })
+		return tx.SendBatch(ctx, batch).Close()
+	})
+	switch {
+	case err != nil:
+		return "", err
+	case old:
+		return "", ErrPendingTooOld
 	}
-	return "", errors.New("the name is repeatedly begun and forgotten by others")
+	return key, nil
 }
 
 // Forget removes the name if it is still pending under that key, in the transaction that stores the

@@ -4,14 +4,11 @@ package keyclient
 const pendingSettingsSQL = `-- keyclient.pending_settings
 SELECT set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
 
-// beginPendingSQL makes a key pending, or finds the pending one: the insert decides. No row:
-// another transaction committed the name while the insert waited; the next statement sees it.
+// beginPendingSQL makes a key pending, or returns the pending one: the insert decides. The update changes nothing,
+// and lets RETURNING see a row of another transaction.
 const beginPendingSQL = `-- keyclient.begin_pending
-WITH made AS (
-  INSERT INTO effectonce.pending_requests (client, request, key) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING RETURNING key)
-SELECT key, false FROM made
-UNION ALL
-SELECT key, created_at < clock_timestamp() - $4::interval FROM effectonce.pending_requests WHERE client = $1 AND request = $2`
+INSERT INTO effectonce.pending_requests AS p (client, request, key) VALUES ($1, $2, $3)
+ON CONFLICT (client, request) DO UPDATE SET key = p.key RETURNING p.key, p.created_at < clock_timestamp() - $4::interval`
 
 // forgetPendingSQL keeps a row that became pending under the same name with another key.
 const forgetPendingSQL = `-- keyclient.forget_pending

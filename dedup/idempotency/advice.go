@@ -52,15 +52,9 @@ func isNumber(value string) bool {
 }
 
 func distinct(value string) int {
-	var seen [256]bool
-	n := 0
-	for _, b := range []byte(value) {
-		if !seen[b] && b != '-' {
-			seen[b] = true
-			n++
-		}
-	}
-	return n
+	found := []byte(strings.ReplaceAll(value, "-", ""))
+	slices.Sort(found)
+	return len(slices.Compact(found))
 }
 
 // isName reports whether a value names its request: several words, one of them of letters.

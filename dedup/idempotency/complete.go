@@ -35,10 +35,7 @@ func (f *Flow[S]) Run(ctx context.Context) {
 			return err
 		})
 	}
-	loop(f.cfg.Every, func(ctx context.Context) error {
-		_, err := f.op.Reap(ctx)
-		return err
-	})
+	loop(f.cfg.Every, f.op.reap)
 	if len(f.cfg.Ledgers) > 0 {
 		loop(f.cfg.CompareEvery, f.compareAll)
 	}
@@ -48,10 +45,12 @@ func (f *Flow[S]) Run(ctx context.Context) {
 
 // Run forgets old keys of all operations until ctx ends. Any number of replicas may run it.
 func (o *Operation) Run(ctx context.Context) {
-	every(ctx, o, reapEvery, func(ctx context.Context) error {
-		_, err := o.Reap(ctx)
-		return err
-	})
+	every(ctx, o, reapEvery, o.reap)
+}
+
+func (o *Operation) reap(ctx context.Context) error {
+	_, err := o.Reap(ctx)
+	return err
 }
 
 const reapEvery = 30 * time.Second
@@ -175,7 +174,7 @@ func (f *Flow[S]) each(ctx context.Context, slots chan struct{}, group *sync.Wai
 type due struct {
 	Scope, Value string
 	Created      time.Time
-	Error        *string
+	Error        string
 }
 
 func (f *Flow[S]) key(d due) Key { return Key{d.Scope, f.op.cfg.Operation, d.Value, Fingerprint{}} }
@@ -313,18 +312,9 @@ func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 		return false, f.leave(ctx, key, s, nil)
 	}
 	phase := f.phases[len(s.phases)]
-	asked := UndecidedKey[S]{Key: key, Phase: phase.Name, Since: u.Created}
-	if u.Error != nil {
-		asked.Error = *u.Error
-	}
-	data, err := f.op.open(key, "data", s.data, s.sealed)
-	if err != nil {
+	asked := UndecidedKey[S]{Key: key, Phase: phase.Name, Since: u.Created, Error: u.Error}
+	if asked.State, err = f.state(key, s); err != nil {
 		return false, err
-	}
-	if data != nil {
-		if err := json.Unmarshal(data, &asked.State); err != nil {
-			return false, fmt.Errorf("read what its phases stored: %w", err)
-		}
 	}
 	if asked.Request, err = f.op.open(key, "request", s.request, s.sealed); err != nil {
 		return false, err

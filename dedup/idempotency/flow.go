@@ -333,20 +333,23 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 	panic("unreachable: the last phase finishes, or fails")
 }
 
-func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
-	step := &Step[S]{Key: h.key, Request: request, Attempt: h.at.attempts}
+func (f *Flow[S]) step(h *holder, request []byte) (step *Step[S], err error) {
+	step = &Step[S]{Key: h.key, Request: request, Attempt: h.at.attempts}
 	step.Key.Fingerprint = Fingerprint{}
-	if h.at.data == nil {
-		return step, nil
-	}
-	data, err := h.o.open(h.key, "data", h.at.data, h.at.sealed)
-	if err == nil {
-		err = json.Unmarshal(data, &step.State)
+	step.State, err = f.state(h.key, h.at)
+	return step, err
+}
+
+// state returns what the phases that are done stored.
+func (f *Flow[S]) state(key Key, s *stored) (state S, err error) {
+	data, err := f.op.open(key, "data", s.data, s.sealed)
+	if err == nil && data != nil {
+		err = json.Unmarshal(data, &state)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read what the phases of %v stored: %w", h.key, err)
+		err = fmt.Errorf("read what the phases of %v stored: %w", key, err)
 	}
-	return step, nil
+	return state, err
 }
 
 // retryAfter is how long the completer waits before it resumes a flow that failed.

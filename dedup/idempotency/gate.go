@@ -50,12 +50,12 @@ type line struct {
 // has the key, execute is called again, within WaitMax.
 func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (Response, error) {
 	for {
-		at, err := o.enter(ctx, key)
+		l, wait, answered, err := o.enter(ctx, key)
 		switch {
 		case err != nil:
 			return Response{}, err
-		case !at.answered:
-			return o.execute(ctx, at, key, execute)
+		case !answered:
+			return o.execute(ctx, l, wait, key, execute)
 		}
 		if response, ok, err := o.lookUp(ctx, key); ok || err != nil {
 			return response, err
@@ -65,15 +65,15 @@ func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Respons
 
 // execute ends the turn also if the work panics, or does not return soon after ctx ended: then the server
 // ends its transaction.
-func (o *Operation) execute(ctx context.Context, at turn, key Key, execute func() (Response, error)) (response Response, err error) {
+func (o *Operation) execute(ctx context.Context, l *line, waitMax time.Duration, key Key, execute func() (Response, error)) (response Response, err error) {
 	ended, once := errNotEnded, sync.Once{}
-	leave := func(err error) { once.Do(func() { o.gate.leave(name{key.Scope, key.Value}, at.line, err) }) }
+	leave := func(err error) { once.Do(func() { o.gate.leave(name{key.Scope, key.Value}, l, err) }) }
 	defer func() { leave(ended) }()
 	defer context.AfterFunc(ctx, func() {
 		<-time.After(callGrace)
 		leave(errNotEnded)
 	})()
-	deadline := time.Now().Add(at.wait)
+	deadline := time.Now().Add(waitMax)
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
 		response, err = execute()
 		if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause.For(ctx, min(wait, time.Until(deadline))) {
@@ -89,6 +89,12 @@ func (o *Operation) execute(ctx context.Context, at turn, key Key, execute func(
 const (
 	claimWait = 5 * time.Millisecond
 	askEvery  = 50 * time.Millisecond
+)
+
+// These bound how many requests of this process wait for one key, and for all keys of one scope.
+const (
+	keyWaitersMax   = 100
+	scopeWaitersMax = 256
 )
 
 // errNotEnded is the error of a request that panics, or hangs.
@@ -107,21 +113,13 @@ func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok 
 	return o.answer(key, s)
 }
 
-// turn is the result of waiting. answered: another request of this process left an outcome, which
-// is read. Otherwise the request may claim the key, and wait for other processes for at most wait.
-type turn struct {
-	line     *line
-	answered bool
-	wait     time.Duration
-}
-
-// enter waits for the request's turn, at most for WaitMax.
-func (o *Operation) enter(ctx context.Context, key Key) (at turn, err error) {
+// enter waits for the request's turn, at most for WaitMax. answered: another request of this process left an
+// outcome, which is read. Otherwise the request may claim the key, and wait for other processes for at most wait.
+func (o *Operation) enter(ctx context.Context, key Key) (l *line, wait time.Duration, answered bool, err error) {
 	g, n, began := &o.gate, name{key.Scope, key.Value}, time.Now()
 	g.Lock()
 	defer g.Unlock()
-	l := g.lines[n]
-	if l == nil {
+	if l = g.lines[n]; l == nil {
 		l = &line{turn: make(chan struct{}, 1), over: make(chan struct{})}
 		l.turn <- struct{}{}
 		g.lines[n] = l
@@ -129,23 +127,22 @@ func (o *Operation) enter(ctx context.Context, key Key) (at turn, err error) {
 	select {
 	case <-l.turn:
 		l.users++
-		return turn{line: l, wait: o.cfg.WaitMax}, nil
+		return l, o.cfg.WaitMax, false, nil
 	default:
 	}
-	if l.waiting >= o.cfg.KeyWaitersMax || g.waiting[n.scope] >= o.cfg.ScopeWaitersMax {
-		return turn{}, &InProgressError{RetryAfter: time.Second, Crowded: true}
+	if l.waiting >= keyWaitersMax || g.waiting[n.scope] >= scopeWaitersMax {
+		return nil, 0, false, &InProgressError{RetryAfter: time.Second, Crowded: true}
 	}
 	l.users++
 	l.waiting++
 	g.waiting[n.scope]++
 	g.Unlock()
-	at = turn{line: l}
 	timer := time.NewTimer(o.cfg.WaitMax)
 	select {
 	case <-l.turn:
-		at.wait = max(0, o.cfg.WaitMax-time.Since(began))
+		wait = max(0, o.cfg.WaitMax-time.Since(began))
 	case <-l.over:
-		at.answered = true
+		answered = true
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-timer.C:
@@ -157,10 +154,10 @@ func (o *Operation) enter(ctx context.Context, key Key) (at turn, err error) {
 	if g.waiting[n.scope]--; g.waiting[n.scope] == 0 {
 		delete(g.waiting, n.scope)
 	}
-	if at.answered || err != nil {
+	if answered || err != nil {
 		g.drop(n, l)
 	}
-	return at, err
+	return l, wait, answered, err
 }
 
 // leave ends the turn of a request, with its error.

@@ -38,13 +38,13 @@ func held(t *testing.T, o *idempotency.Operation, k idempotency.Key, end func(ct
 }
 
 // waiters are requests for one key that wait.
-func waiters(t *testing.T, o *idempotency.Operation, n int, work func(context.Context, pgx.Tx) (idempotency.Response, error)) (answers func() ([]idempotency.Response, []error)) {
+func waiters(t *testing.T, o *idempotency.Operation, k idempotency.Key, n int, work func(context.Context, pgx.Tx) (idempotency.Response, error)) (answers func() ([]idempotency.Response, []error)) {
 	t.Helper()
 	before, _, _ := o.Waiting()
 	responses, failures := make([]idempotency.Response, n), make([]error, n)
 	var group sync.WaitGroup
 	for i := range n {
-		group.Go(func() { responses[i], failures[i] = o.Once(t.Context(), key("busy"), work) })
+		group.Go(func() { responses[i], failures[i] = o.Once(t.Context(), k, work) })
 	}
 	testwait.Equal(t, before+n, "requests wait", func() int { now, _, _ := o.Waiting(); return now })
 	return func() ([]idempotency.Response, []error) { group.Wait(); return responses, failures }
@@ -97,7 +97,7 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 		second <- err
 	}()
 	testwait.Equal(t, 1, "the replica waits", func() int { _, keys, _ := replica.Waiting(); return keys })
-	answers, others := waiters(t, o, 10, insertOnce("busy")), waiters(t, replica, 10, insertOnce("busy"))
+	answers, others := waiters(t, o, key("busy"), 10, insertOnce("busy")), waiters(t, replica, key("busy"), 10, insertOnce("busy"))
 	for _, o := range []*idempotency.Operation{o, replica} {
 		_, err := o.Once(t.Context(), idempotency.Key{Scope: "another tenant", Value: "k"}, insertOnce("other"))
 		require.NoError(t, err)
@@ -119,48 +119,39 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 	}
 }
 
-// Property: the number of requests that wait for a key, and for all keys of a tenant, is bounded:
-// one more is refused at once; other tenants, and keys for which no request waits, are not.
+// Property: 100 requests wait for a key, and 256 for all keys of a tenant: one more is refused at once;
+// other tenants, and keys for which no request waits, are not.
 func TestWaitersAreBounded(t *testing.T) {
 	t.Parallel()
 	pool := poolOf(t, newPool(t), 8)
-	busy, other, fresh := key("busy"), key("other"), key("new")
-	for n, c := range []struct {
-		cfg    idempotency.Config
-		beyond idempotency.Key
-		crowd  bool
-	}{
-		{idempotency.Config{KeyWaitersMax: 3}, busy, true},
-		{idempotency.Config{KeyWaitersMax: 3}, fresh, false},
-		{idempotency.Config{ScopeWaitersMax: 3}, other, true},
-		{idempotency.Config{ScopeWaitersMax: 3}, idempotency.Key{Scope: "another", Value: "new"}, false},
-		{idempotency.Config{ScopeWaitersMax: 3}, fresh, false},
-	} {
-		var crowds atomic.Int64
-		c.cfg.WaitMax = time.Minute
-		c.cfg.Hooks.Answered = func(_ string, v idempotency.Verdict) {
-			if v == idempotency.Crowded {
-				crowds.Add(1)
-			}
+	var crowds atomic.Int64
+	o := newOperation(t, pool, idempotency.Config{WaitMax: time.Minute, Hooks: idempotency.Hooks{Answered: func(_ string, v idempotency.Verdict) {
+		if v == idempotency.Crowded {
+			crowds.Add(1)
 		}
-		o := newOperation(t, pool, c.cfg)
-		ends := []func() error{held(t, o, busy, insertOnce("busy")), held(t, o, other, insertOnce("other"))}
-		answers := waiters(t, o, 3, insertOnce("busy"))
-		_, err := o.Once(t.Context(), c.beyond, insertOnce("new"))
-		var crowded *idempotency.InProgressError
-		require.Equal(t, c.crowd, errors.As(err, &crowded) && crowded.Crowded, n)
-		require.Equal(t, c.crowd, errors.Is(err, idempotency.ErrInProgress))
-		require.Equal(t, c.crowd, crowds.Load() == 1)
-		if c.crowd {
-			require.Equal(t, time.Second, crowded.RetryAfter)
+	}}})
+	once := func(k idempotency.Key) error {
+		_, err := o.Once(t.Context(), k, insertOnce(k.Value))
+		return err
+	}
+	var ends []func() error
+	for n, waiting := range map[string]int{"busy": 100, "other": 100, "third": 56} {
+		ends = append(ends, held(t, o, key(n), insertOnce(n)))
+		answers := waiters(t, o, key(n), waiting, insertOnce(n))
+		ends = append(ends, func() error { _, failures := answers(); return errors.Join(failures...) })
+		require.NoError(t, once(key("new "+n)), "no request waits for it")
+		if waiting == 100 {
+			var crowded *idempotency.InProgressError
+			require.ErrorAs(t, once(key(n)), &crowded)
+			require.Equal(t, idempotency.InProgressError{RetryAfter: time.Second, Crowded: true}, *crowded)
 		}
-		for _, end := range ends {
-			require.NoError(t, end())
-		}
-		_, failures := answers()
-		require.NoError(t, errors.Join(failures...))
-		_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
-		require.NoError(t, err)
+	}
+	require.ErrorIs(t, once(key("third")), idempotency.ErrInProgress)
+	require.EqualValues(t, 3, crowds.Load())
+	require.NoError(t, once(key("new")))
+	require.NoError(t, once(idempotency.Key{Scope: "another", Value: "third"}))
+	for _, end := range ends {
+		require.NoError(t, end())
 	}
 }
 
@@ -171,7 +162,7 @@ func TestTurnIsPassedOn(t *testing.T) {
 	o := newOperation(t, newPool(t), idempotency.Config{WaitMax: time.Minute})
 	release := held(t, o, key("busy"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, errAway })
 	var runs, atOnce atomic.Int64
-	answers := waiters(t, o, 20, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	answers := waiters(t, o, key("busy"), 20, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		defer atOnce.Add(-1)
 		assert.EqualValues(t, 1, atOnce.Add(1))
 		switch runs.Add(1) {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // holder has the lock of a key, until the lock expires by the database's clock or another worker
@@ -98,13 +99,12 @@ func (h *holder) finishing(phase *string, response Response) (statement, error) 
 // that is being committed, which is a conflict if the role's default isolation is not read
 // committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
-	s := h.statement(sql, args...)
-	for attempt := 1; ; attempt++ {
-		tag, err := h.o.pool.Exec(ctx, s.sql, s.args...)
-		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
-			return tag.RowsAffected() == 1, err
-		}
-	}
+	s, tag := h.statement(sql, args...), pgconn.CommandTag{}
+	err := h.o.repeat(ctx, func() (err error) {
+		tag, err = h.o.pool.Exec(ctx, s.sql, s.args...)
+		return err
+	})
+	return tag.RowsAffected() == 1, err
 }
 
 // calling records that a call is about to be made. It takes none of the call's time.

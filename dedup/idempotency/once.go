@@ -36,17 +36,26 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	if err != nil {
 		return o.answered(Response{}, err)
 	}
-	return o.answered(o.inTurn(ctx, key, func() (Response, error) {
-		for attempt := 1; ; attempt++ {
-			response, err := o.once(ctx, key, work)
-			if err == nil || attempt > o.cfg.Retries || !conflict(err) {
-				return response, err
-			}
-			if !pause.For(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
-				return Response{}, ctx.Err()
-			}
-		}
+	return o.answered(o.inTurn(ctx, key, func() (response Response, err error) {
+		err = o.repeat(ctx, func() error {
+			response, err = o.once(ctx, key, work)
+			return err
+		})
+		return response, err
 	}))
+}
+
+// repeat calls f again after a serialization failure or a deadlock.
+func (o *Operation) repeat(ctx context.Context, f func() error) error {
+	for attempt := 1; ; attempt++ {
+		err := f()
+		if err == nil || attempt > o.cfg.Retries || !conflict(err) {
+			return err
+		}
+		if !pause.For(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+			return errors.Join(ctx.Err(), err)
+		}
+	}
 }
 
 // once executes the transaction one time.

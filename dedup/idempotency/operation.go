@@ -51,10 +51,6 @@ type Config struct {
 	// and the fact that it was dropped are stored: a later request gets Response.BodyDropped. 1
 	// byte to 64 MiB; default 1 MiB.
 	ResponseBytesMax int
-	// KeyWaitersMax and ScopeWaitersMax bound how many requests of this process wait for one key,
-	// and for all keys of one scope. A request beyond the bound gets an InProgressError at once. 1 to
-	// 100,000; default 100 and 256.
-	KeyWaitersMax, ScopeWaitersMax int
 	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Rows stored in clear,
 	// from before it was set or finished by an operator, are read as they are. Default: none.
 	Seal Sealer
@@ -146,8 +142,6 @@ func (c Config) withDefaults() (Config, error) {
 	)...)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
-		bounds.Int{Field: "KeyWaitersMax", Value: &c.KeyWaitersMax, Default: 100, Min: 1, Max: 100_000},
-		bounds.Int{Field: "ScopeWaitersMax", Value: &c.ScopeWaitersMax, Default: 256, Min: 1, Max: 100_000},
 		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
 	switch c.Isolation {

@@ -61,9 +61,8 @@ var (
 	ErrUnreadable = errors.New("the idempotency key was used, and what is stored under it cannot be read")
 )
 
-// InProgressError is an ErrInProgress with the time after which a retry is worthwhile. Crowded: the maximum
-// number of requests of this process waits for the key, or for the tenant's keys (Config.KeyWaitersMax,
-// Config.ScopeWaitersMax), and no statement was sent to the database.
+// InProgressError is an ErrInProgress with the time after which a retry is worthwhile. Crowded: 100 requests of
+// this process wait for the key, or 256 for the tenant's keys, and no statement was sent to the database.
 type InProgressError struct {
 	RetryAfter time.Duration
 	Crowded    bool

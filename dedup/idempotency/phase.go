@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"runtime/debug"
 	"time"
 
@@ -35,25 +34,19 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	writing, cancel := context.WithTimeout(h.working, f.cfg.CallMax)
 	defer cancel()
-	learnt, err := json.Marshal(step.State) // a retried transaction starts with the state after the call
+	learnt, err := json.Marshal(step.State)
 	if err != nil {
 		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
-	response := step.response // as the call left it
-	for attempt := 1; ; attempt++ {
-		err := f.write(writing, h, step, phase) //nolint:contextcheck // it does not end with the caller
-		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
-			return err
-		}
-		if !pause.For(writing, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:contextcheck,gosec // as above; jitter needs no secret
-			return errors.Join(writing.Err(), err)
-		}
-		var again S
+	response := step.response                 // as the call left it
+	return h.o.repeat(writing, func() error { //nolint:contextcheck // it does not end with the caller
+		var again S // each run starts with the state after the call
 		if err := json.Unmarshal(learnt, &again); err != nil {
 			return fmt.Errorf("read the state of %v: %w", h.key, err)
 		}
 		step.State, step.response = again, response
-	}
+		return f.write(writing, h, step, phase)
+	})
 }
 
 // call makes the foreign call, which ctx interrupts. An AtMostOnce call is recorded first, and not

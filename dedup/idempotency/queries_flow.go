@@ -66,7 +66,7 @@ SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 // abandonedSQL finds unfinished keys of a flow that no worker holds. A key with a stored request
 // can be continued without its client.
 const abandonedSQL = `-- idempotency.abandoned
-SELECT scope, key, created_at, error FROM effectonce.idempotency_keys
+SELECT scope, key, created_at, coalesce(error, '') FROM effectonce.idempotency_keys
 WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $2
 ORDER BY coalesce(retry_at, created_at) LIMIT $3`
@@ -74,7 +74,7 @@ ORDER BY coalesce(retry_at, created_at) LIMIT $3`
 // undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is in
 // doubt has no flow, and no phase to continue at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
-SELECT scope, key, created_at, error FROM effectonce.idempotency_keys
+SELECT scope, key, created_at, coalesce(error, '') FROM effectonce.idempotency_keys
 WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($3, $4, $5)
   AND flow OPERATOR(pg_catalog.=) $2 ORDER BY created_at, scope, key LIMIT $6`
 

@@ -199,31 +199,25 @@ func (o *Operation) openHeaders(k Key, s *stored) ([]byte, error) {
 
 // seal encrypts a text of a key if its row is sealed. Each text is bound to its key and its column.
 func (o *Operation) seal(k Key, column string, plain []byte, sealed bool) ([]byte, error) {
-	if !sealed || plain == nil {
-		return plain, nil
-	}
-	if o.cfg.Seal == nil {
-		return nil, errNoSeal(k)
-	}
-	text, err := o.cfg.Seal.Seal(plain, bound(k, column))
-	if err != nil {
-		return nil, fmt.Errorf("encrypt the %s of %v: %w", column, k, err)
-	}
-	return text, nil
+	return o.sealer("encrypt", k, column, plain, sealed, Sealer.Seal)
 }
 
 func (o *Operation) open(k Key, column string, text []byte, sealed bool) ([]byte, error) {
+	return o.sealer("decrypt", k, column, text, sealed, Sealer.Open)
+}
+
+func (o *Operation) sealer(what string, k Key, column string, text []byte, sealed bool, do func(s Sealer, text, aad []byte) ([]byte, error)) ([]byte, error) {
 	if !sealed || text == nil {
 		return text, nil
 	}
 	if o.cfg.Seal == nil {
 		return nil, errNoSeal(k)
 	}
-	plain, err := o.cfg.Seal.Open(text, bound(k, column))
+	done, err := do(o.cfg.Seal, text, bound(k, column))
 	if err != nil {
-		return nil, fmt.Errorf("decrypt the %s of %v: %w", column, k, err)
+		return nil, fmt.Errorf("%s the %s of %v: %w", what, column, k, err)
 	}
-	return plain, nil
+	return done, nil
 }
 
 func bound(k Key, column string) []byte {

@@ -62,16 +62,14 @@ func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 		if _, err := tx.Exec(ctx, m.in(markSQL), d.to, holders); err != nil {
 			return err
 		}
-		if _, err := tx.Exec(ctx, "TRUNCATE ONLY "+table); err != nil {
-			return err
-		}
-		truncated = true
-		return nil
+		_, err = tx.Exec(ctx, "TRUNCATE ONLY "+table)
+		truncated = err == nil
+		return err
 	})
 	if err == nil && truncated {
 		m.report.Truncated = append(m.report.Truncated, d.name)
 	}
-	return busy(err)
+	return err
 }
 
 // holders lists the consumers that have claims in a day. Nil: the query took too long.
@@ -83,7 +81,7 @@ func (m *maintenance) holders(ctx context.Context, table string) (ids []int32, e
 	if pgerr.Is(err, pgerr.QueryCanceled) && ctx.Err() == nil {
 		return nil, nil
 	}
-	return ids, busy(err)
+	return ids, err
 }
 
 // allHolders adds the consumers whose first claim of the day came after holders. It returns nil if

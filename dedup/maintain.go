@@ -195,12 +195,16 @@ func (m *maintenance) steps(ctx context.Context) (failed error) {
 
 // limited runs f in a transaction with a lock timeout (wait) and a statement timeout (statement).
 func (m *maintenance) limited(ctx context.Context, wait, statement time.Duration, f func(tx pgx.Tx) error) error {
-	return pgx.BeginTxFunc(ctx, m.conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+	err := pgx.BeginTxFunc(ctx, m.conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, lockSettingsSQL, millis(wait), millis(statement), millis(lockIdleMax)); err != nil {
 			return err
 		}
 		return f(tx)
 	})
+	if pgerr.LockConflict(err) {
+		return fmt.Errorf("lock conflict with running claims, the next run retries: %w", err)
+	}
+	return err
 }
 
 // locked runs f in a transaction that changes partitions. No claim runs at the same time, so f
@@ -221,14 +225,7 @@ func (m *maintenance) locked(ctx context.Context, urgent bool, f func(tx pgx.Tx)
 	if !urgent && ctx.Err() == nil && pgerr.Is(err, pgerr.LockNotAvailable, pgerr.QueryCanceled) {
 		return false, nil
 	}
-	return err == nil, busy(err)
-}
-
-func busy(err error) error {
-	if pgerr.LockConflict(err) {
-		return fmt.Errorf("lock conflict with running claims, the next run retries: %w", err)
-	}
-	return err
+	return err == nil, err
 }
 
 // do executes a statement that names tables and bounds.

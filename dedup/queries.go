@@ -36,8 +36,8 @@ ON CONFLICT (name) DO UPDATE SET
   topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END,
   dedup_window = CASE WHEN c.consumer_group = excluded.consumer_group AND (c.dedup_window IS NULL) = (excluded.dedup_window IS NULL)
     THEN excluded.dedup_window ELSE c.dedup_window END
-RETURNING id, consumer_group, dedup_window IS NULL, id_rule, (SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
-  WHERE before.name = $1 AND before.dedup_window <> $4::interval)`
+RETURNING id, consumer_group, dedup_window IS NULL, id_rule, coalesce((SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
+  WHERE before.name = $1 AND before.dedup_window <> $4::interval), 0)`
 
 // forgottenSQL follows the claim. A claim that waited for maintenance, or came after it, sees the
 // mark here, because each statement has its own snapshot.

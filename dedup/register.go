@@ -74,7 +74,7 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	}
 	var registered Consumer
 	var owner string
-	var replaced *float64
+	var replaced float64
 	err := db.QueryRow(ctx, c.sql[r.Forever].register, r.Name, r.Group, r.Topics, window, r.IDRule.String()).
 		Scan(&registered.id, &owner, &registered.forever, &registered.idRule, &replaced)
 	switch {
@@ -89,9 +89,7 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	if _, err := ParseIDRule(registered.idRule); err != nil {
 		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
 	}
-	if replaced != nil {
-		registered.replaced = time.Duration(*replaced * float64(time.Second)).Round(time.Microsecond)
-	}
+	registered.replaced = time.Duration(replaced * float64(time.Second)).Round(time.Microsecond)
 	return registered, nil
 }
 

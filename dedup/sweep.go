@@ -43,5 +43,5 @@ func (m *maintenance) sweepBlocks(ctx context.Context, name string, from int64) 
 	if err == nil {
 		m.report.Swept += swept
 	}
-	return busy(err)
+	return err
 }

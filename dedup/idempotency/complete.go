@@ -73,7 +73,7 @@ func (o *Operation) logFailure(ctx context.Context, err error) {
 // which nothing happened. If something may have happened, they are abandoned. Flows whose request is
 // stored stay.
 func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
-	all, err := Reap(ctx, o.pool, o.cfg.Schema, func(Reaped) {})
+	all, err := Reap(ctx, o.pool, o.cfg.Schema)
 	if all.Doubted > 0 {
 		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
 	}
@@ -84,8 +84,8 @@ func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
 type Reaped struct{ Forgotten, Doubted int64 }
 
 // Reap is Operation.Reap for programs that have no operation. db is not in a transaction; an empty schema
-// is the default. After each transaction that did something, progress gets the numbers so far.
-func Reap(ctx context.Context, db dedup.Querier, schema string, progress func(Reaped)) (all Reaped, err error) {
+// is the default.
+func Reap(ctx context.Context, db dedup.Querier, schema string) (all Reaped, err error) {
 	if schema, err = (migrations.Options{Schema: schema}).Resolve(); err != nil {
 		return all, err
 	}
@@ -94,9 +94,7 @@ func Reap(ctx context.Context, db dedup.Querier, schema string, progress func(Re
 		if err := db.QueryRow(ctx, migrations.InSchema(reapSQL, schema), reapMax).Scan(&now.Forgotten, &now.Doubted); err != nil {
 			return all, fmt.Errorf("forget keys whose window is over: %w", err)
 		}
-		if all = (Reaped{all.Forgotten + now.Forgotten, all.Doubted + now.Doubted}); now != (Reaped{}) {
-			progress(all)
-		}
+		all = Reaped{all.Forgotten + now.Forgotten, all.Doubted + now.Doubted}
 		if now.Forgotten+now.Doubted < reapMax { // keys left to a person fill a page, too
 			return all, nil
 		}

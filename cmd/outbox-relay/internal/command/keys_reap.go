@@ -35,13 +35,7 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 			ctx, cancel := context.WithTimeout(cmd.Context(), reapMax)
 			defer cancel()
 			return s.WithTables(ctx, true, func(ctx context.Context, conn *pgx.Conn) error {
-				screen := terminal.NewScreen(cmd.ErrOrStderr())
-				reaped, err := idempotency.Reap(ctx, conn, s.Schema, func(r idempotency.Reaped) {
-					if screen.Overwrites() {
-						screen.Step("%s forgotten", human.Count(r.Forgotten, "key"))
-					}
-				})
-				screen.End()
+				reaped, err := idempotency.Reap(ctx, conn, s.Schema)
 				// Print it also after an error: keys are already forgotten then.
 				text := human.Count(reaped.Forgotten, "key") + " forgotten"
 				if reaped.Doubted > 0 {

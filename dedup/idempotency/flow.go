@@ -88,11 +88,9 @@ type Phase[S any] struct {
 	// counts as unknown, unless it is NotDone or Final, or an error of keyclient.Single before there
 	// was a connection.
 	//
-	// Call must send its request once. An http.Transport repeats a request with an Idempotency-Key
-	// by itself if a reused connection is closed, even after the server acted: two payments. Over
-	// HTTP use keyclient.Single, or a keyclient.Transport, with the ctx of the Call, and set no
-	// http.Client.Timeout, which hides the cause of an error. Then a bank that refuses connections
-	// leaves no key in doubt. Make one request with an effect in each phase.
+	// Call must send its request once, and only one with an effect: over HTTP with keyclient.Single, or a
+	// keyclient.Transport, whose package tells why, and with the ctx of the Call. Then a bank that refuses
+	// connections leaves no key in doubt. Set no http.Client.Timeout, which hides the cause of an error.
 	AtMostOnce bool
 	// Write changes the database, in one transaction with the recovery point. Like the work of Once
 	// it may run more than once. Default: it only stores the recovery point.

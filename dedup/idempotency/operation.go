@@ -106,7 +106,7 @@ type Operation struct {
 	gate gate
 	flow atomic.Bool // NewFlow made its flow
 
-	owner string // names this process in locks, for people to read
+	owner string // names this process in locks
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection.

@@ -55,7 +55,7 @@ type stored struct {
 // read scans the row of a claim or a look, if there is one.
 func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
-	var remaining, putOff, idle float64
+	var remaining, putOff, idle float64 // in seconds: the text of an interval depends on a setting
 	err := row.Scan(&s.state, &s.fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &s.locked, &remaining, &s.attempts,
 		&s.status, &s.headers, &s.body, &s.dropped, &s.sealed, &putOff, &s.flow, &s.call, &idle)
 	if errors.Is(err, pgx.ErrNoRows) {

@@ -1,7 +1,6 @@
 package httpkey
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net/http"
@@ -30,7 +29,14 @@ import (
 // The error lists all problems at once: a flow of another operation, and a FlowConfig.CallMax that
 // is not less than Config.HandlerTimeout, which would interrupt its calls.
 func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) (http.Handler, error) {
-	if err := errors.Join(flowProblems(m, flow)...); err != nil {
+	var problems []error
+	if ours, its := m.op.Config(), flow.Operation().Config(); ours.Operation != its.Operation || ours.Schema != its.Schema {
+		problems = append(problems, fmt.Errorf("flow is of operation %q in schema %q: want one of this Middleware's Operation, %q in %q", its.Operation, its.Schema, ours.Operation, ours.Schema))
+	}
+	if callMax := flow.Config().CallMax; callMax >= m.cfg.HandlerTimeout {
+		problems = append(problems, bounds.Problem("FlowConfig.CallMax", callMax, fmt.Sprintf("less than Config.HandlerTimeout, %v, which ends a call", m.cfg.HandlerTimeout)))
+	}
+	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -38,7 +44,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		if !ok {
 			return
 		}
-		ctx, cancel := m.outliving(r)
+		ctx, cancel := serving.Outliving(r.Context(), m.cfg.HandlerTimeout)
 		defer cancel()
 		response, err := flow.Do(ctx, key, body) //nolint:contextcheck // it outlives its client
 		switch {
@@ -50,16 +56,6 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 			write(w, response)
 		}
 	}), nil
-}
-
-func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []error) {
-	if ours, its := m.op.Config(), flow.Operation().Config(); ours.Operation != its.Operation || ours.Schema != its.Schema {
-		problems = append(problems, fmt.Errorf("flow is of operation %q in schema %q: want one of this Middleware's Operation, %q in %q", its.Operation, its.Schema, ours.Operation, ours.Schema))
-	}
-	if callMax := flow.Config().CallMax; callMax >= m.cfg.HandlerTimeout {
-		problems = append(problems, bounds.Problem("FlowConfig.CallMax", callMax, fmt.Sprintf("less than Config.HandlerTimeout, %v, which ends a call", m.cfg.HandlerTimeout)))
-	}
-	return problems
 }
 
 // readFlow returns the key of a request and the input of the phases, or answers with the reason why
@@ -85,9 +81,4 @@ func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request fu
 		refuse(w, serving.Unreadable, 0)
 	}
 	return key, input, err == nil
-}
-
-// outliving returns a context that does not end with the client.
-func (m *Middleware) outliving(r *http.Request) (context.Context, context.CancelFunc) {
-	return serving.Outliving(r.Context(), m.cfg.HandlerTimeout)
 }

@@ -18,10 +18,8 @@ import (
 // Handler executes next once for each key, in one transaction with the key and the response: see
 // Tx. next may run more than once (after a serialization failure or a deadlock that it reported by
 // Fail, or after an attempt that stored nothing); only one of the runs has effects. Nothing reaches
-// the client before COMMIT. A panic of next rolls back and is passed on.
-//
-// Put it behind authentication, so that a caller whose rights were revoked gets no replay, and in
-// front of everything that reads the body.
+// the client before COMMIT. A panic of next rolls back and is passed on. See the package's text for
+// its place in the chain of handlers.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
@@ -109,7 +107,7 @@ func consumed(r *http.Request, left int) bool {
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
 	outer := w.Header().Clone()
 	var answered, kept idempotency.Response // answered by the handler's last run, and what of it may be stored
-	ctx, cancel := m.outliving(r)
+	ctx, cancel := serving.Outliving(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
 	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back

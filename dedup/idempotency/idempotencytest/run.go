@@ -38,21 +38,15 @@ func (r *run) restart() (err error) {
 // triesMax bounds how often a client sends the request.
 const triesMax = 20
 
-// settle sends the request until it got the given number of answers.
-func (r *run) settle(ctx context.Context, answers int) error {
+// settle sends the request until it got an answer.
+func (r *run) settle(ctx context.Context) error {
 	var last error
 	doubted := false
 	for range triesMax {
 		response, err := r.send(ctx)
 		switch last = err; {
 		case err == nil:
-			if err := r.answered(response); err != nil {
-				return err
-			}
-			if answers--; answers == 0 {
-				return nil
-			}
-			continue
+			return r.answered(response)
 		case errors.Is(err, idempotency.ErrIndeterminate) && doubted: // the reconciler, if there is one, could not decide either
 			r.inDoubt = true
 			return nil

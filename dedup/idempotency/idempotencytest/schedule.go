@@ -2,6 +2,7 @@ package idempotencytest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
@@ -26,12 +27,9 @@ const atOnce = 10
 // schedules lists the schedules after the clean run, which passed these points.
 func schedules(passed []string) []schedule {
 	all := []schedule{
-		{"a second clean run", func(ctx context.Context, r *run) error { return r.settle(ctx, 1) }, hintRandom},
+		{"a second clean run", func(ctx context.Context, r *run) error { return r.settle(ctx) }, hintRandom},
 		{"the request three times in a row, the third to another replica", func(ctx context.Context, r *run) error {
-			if err := r.settle(ctx, 2); err != nil {
-				return err
-			}
-			return r.restart()
+			return errors.Join(r.settle(ctx), r.settle(ctx), r.restart())
 		}, hintAgain},
 		{fmt.Sprintf("the request %d times at once", atOnce), func(ctx context.Context, r *run) error { return r.together(ctx, atOnce) }, hintAgain},
 	}

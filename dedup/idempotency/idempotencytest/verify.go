@@ -97,7 +97,7 @@ func execute(t *testing.T, start Start, o Options, s schedule) (found result) {
 			if err := s.send(ctx, r); err != nil {
 				return err
 			}
-			if err := r.settle(ctx, 1); err != nil {
+			if err := r.settle(ctx); err != nil {
 				return err
 			}
 			found.inDoubt, found.refused = r.inDoubt, r.answer != nil && r.answer.Status >= http.StatusBadRequest

@@ -52,7 +52,13 @@ func (r *Receiver) Run(ctx context.Context) { r.events.Run(ctx) }
 // ServeHTTP answers a delivery. The answer reveals neither secrets nor the handler's error.
 func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 	a := r.receive(w, request)
-	r.log(request.Context(), a)
+	if a.err != nil {
+		level := slog.LevelWarn
+		if a.id == "" { // anyone can send any number of deliveries that are not verified
+			level = slog.LevelInfo
+		}
+		r.events.Config().Logger.Log(request.Context(), level, "a webhook delivery is not handled", "sender", r.cfg.Sender, "id", a.id, "type", a.kind, "status", a.status, "error", a.err)
+	}
 	if a.retryAfter > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(a.retryAfter.Seconds()))))
 	}
@@ -61,17 +67,13 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 	if a.refused {
 		text = refused
 	}
-	switch a.status {
-	case http.StatusMethodNotAllowed:
+	if a.status == http.StatusMethodNotAllowed {
 		w.Header().Set("Allow", http.MethodPost)
-	case http.StatusNoContent: // stored by a person
-		w.WriteHeader(a.status)
-		return
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(a.status)
-	_, _ = io.WriteString(w, text+"\n")
+	_, _ = io.WriteString(w, text+"\n") // a sender that is gone delivers again
 }
 
 // answer describes the response to a delivery.
@@ -203,17 +205,4 @@ func (a *answer) refuse(err error) {
 	default:
 		a.status, a.retryAfter = http.StatusServiceUnavailable, retryAfter
 	}
-}
-
-// log logs a delivery that is not handled. Unverified deliveries are logged at level info, since
-// anyone can send any number of them.
-func (r *Receiver) log(ctx context.Context, a answer) {
-	level := slog.LevelWarn
-	switch {
-	case a.err == nil:
-		return
-	case a.id == "":
-		level = slog.LevelInfo
-	}
-	r.events.Config().Logger.Log(ctx, level, "a webhook delivery is not handled", "sender", r.cfg.Sender, "id", a.id, "type", a.kind, "status", a.status, "error", a.err)
 }

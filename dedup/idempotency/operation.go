@@ -100,13 +100,12 @@ type Sealer interface {
 
 // Operation executes requests once for each key. It is safe for concurrent use.
 type Operation struct {
-	pool *pgxpool.Pool
-	cfg  Config
-	sql  queries
-	gate gate
-	flow atomic.Bool // NewFlow made its flow
-
-	owner string // names this process in locks
+	pool  *pgxpool.Pool
+	cfg   Config
+	sql   queries
+	gate  gate
+	flow  atomic.Bool // NewFlow made its flow
+	owner string      // names this process in locks
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection.

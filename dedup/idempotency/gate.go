@@ -50,11 +50,11 @@ type line struct {
 // has the key, execute is called again, within WaitMax.
 func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (Response, error) {
 	for {
-		l, wait, answered, err := o.enter(ctx, key)
+		l, wait, err := o.enter(ctx, key)
 		switch {
 		case err != nil:
 			return Response{}, err
-		case !answered:
+		case l != nil:
 			return o.execute(ctx, l, wait, key, execute)
 		}
 		if response, ok, err := o.lookUp(ctx, key); ok || err != nil {
@@ -113,25 +113,25 @@ func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok 
 	return o.answer(key, s)
 }
 
-// enter waits for the request's turn, at most for WaitMax. answered: another request of this process left an
-// outcome, which is read. Otherwise the request may claim the key, and wait for other processes for at most wait.
-func (o *Operation) enter(ctx context.Context, key Key) (l *line, wait time.Duration, answered bool, err error) {
+// enter waits for the request's turn, at most for WaitMax: then it may claim the key, and wait for other processes
+// for at most wait. No line: another request of this process left an outcome, which is read.
+func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.Duration, err error) {
 	g, n, began := &o.gate, name{key.Scope, key.Value}, time.Now()
 	g.Lock()
 	defer g.Unlock()
-	if l = g.lines[n]; l == nil {
-		l = &line{turn: make(chan struct{}, 1), over: make(chan struct{})}
-		l.turn <- struct{}{}
-		g.lines[n] = l
+	if g.lines[n] == nil {
+		g.lines[n] = &line{turn: make(chan struct{}, 1), over: make(chan struct{})}
+		g.lines[n].turn <- struct{}{}
 	}
+	l := g.lines[n]
 	select {
 	case <-l.turn:
 		l.users++
-		return l, o.cfg.WaitMax, false, nil
+		return l, o.cfg.WaitMax, nil
 	default:
 	}
 	if l.waiting >= keyWaitersMax || g.waiting[n.scope] >= scopeWaitersMax {
-		return nil, 0, false, &InProgressError{RetryAfter: time.Second, Crowded: true}
+		return nil, 0, &InProgressError{RetryAfter: time.Second, Crowded: true}
 	}
 	l.users++
 	l.waiting++
@@ -140,9 +140,8 @@ func (o *Operation) enter(ctx context.Context, key Key) (l *line, wait time.Dura
 	timer := time.NewTimer(o.cfg.WaitMax)
 	select {
 	case <-l.turn:
-		wait = max(0, o.cfg.WaitMax-time.Since(began))
+		turn, wait = l, max(0, o.cfg.WaitMax-time.Since(began))
 	case <-l.over:
-		answered = true
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-timer.C:
@@ -154,10 +153,10 @@ func (o *Operation) enter(ctx context.Context, key Key) (l *line, wait time.Dura
 	if g.waiting[n.scope]--; g.waiting[n.scope] == 0 {
 		delete(g.waiting, n.scope)
 	}
-	if answered || err != nil {
+	if turn == nil {
 		g.drop(n, l)
 	}
-	return l, wait, answered, err
+	return turn, wait, err
 }
 
 // leave ends the turn of a request, with its error.

@@ -8,8 +8,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // holder has the lock of a key, until the lock expires by the database's clock or another worker

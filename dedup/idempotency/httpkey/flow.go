@@ -46,7 +46,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		}
 		ctx, cancel := serving.Outliving(r.Context(), m.cfg.HandlerTimeout)
 		defer cancel()
-		response, err := flow.Do(ctx, key, body) //nolint:contextcheck // it outlives its client
+		response, err := flow.Do(ctx, key, body)
 		switch {
 		case err != nil:
 			m.fail(w, r, key, err, true)

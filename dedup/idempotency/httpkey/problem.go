@@ -45,7 +45,7 @@ func send(w http.ResponseWriter, kind serving.Problem, outcome int) {
 	header.Set("Content-Type", problemMedia)
 	header.Set("Cache-Control", "no-store")
 	w.WriteHeader(kind.Describe().Status)
-	_, _ = w.Write(problemOf(kind, outcome)) // a client that is gone retries
+	_, _ = w.Write(problemOf(kind, outcome)) //nolint:gosec // fixed texts and a number; a client that is gone retries
 }
 
 // expired is stored for a client that retries after the window.

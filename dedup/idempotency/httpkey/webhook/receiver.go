@@ -37,7 +37,7 @@ func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
 	}
 	events, err := idempotency.New(pool, cfg.Idempotency)
 	if err != nil {
-		problems = append(problems, fmt.Errorf("Idempotency: %w", err))
+		problems = append(problems, fmt.Errorf("%s: %w", "Idempotency", err))
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err

@@ -130,7 +130,9 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 		return name
 	}
 	day := func(ago time.Duration) string {
-		return "processed_messages_" + time.Now().UTC().Add(-ago).Format("20060102")
+		var now time.Time
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT clock_timestamp()`).Scan(&now))
+		return "processed_messages_" + now.UTC().Add(-ago).Format("20060102")
 	}
 	require.Equal(t, day(157*time.Hour), oldest(), "the position of group short")
 

@@ -175,14 +175,14 @@ func TestEachStatementIsAllowed(t *testing.T) {
 	t.Parallel()
 	p := newParts(t)
 	owners := []string{
-		"dedup.lease", "dedup.renew", "dedup.lease_done", "dedup.swept", "dedup.sweep", "dedup.holders", "dedup.others", "dedup.other_holders", "dedup.mark",
+		"dedup.lease", "dedup.lease_done", "dedup.swept", "dedup.sweep", "dedup.holders", "dedup.others", "dedup.other_holders", "dedup.mark",
 		"dedup.dropped", "dedup.note_dropped",
 	}
 	checked := 0
 	for part, files := range map[string][]string{
 		"publisher": {"outbox/queries.go"},
 		"relay":     {"relay/queries.go", "relay/dead_queries.go", "relay/scheduled_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/metrics/queries.go", "cmd/outbox-relay/internal/monitor/queries.go", "cmd/outbox-relay/internal/doctor/queries.go"},
-		"consumer":  {"consumer/queries.go", "dedup/queries.go", "dedup/fence_queries.go", "outbox/queries.go"},
+		"consumer":  {"consumer/queries.go", "dedup/queries.go", "outbox/queries.go"},
 		"endpoint":  {"dedup/idempotency/queries.go"},
 		"operator": {
 			"cmd/outbox-relay/internal/doctor/queries.go", "cmd/outbox-relay/internal/held/queries.go", "cmd/outbox-relay/internal/inspect/queries.go", "cmd/outbox-relay/internal/verify/queries.go",

@@ -95,6 +95,7 @@ type trial struct {
 	doubts []doubt           // rows that are dead if they are refused again
 	keys   map[topicKey]bool // theirs
 	streak int               // how many of the last doubts there are since Kafka took a row
+	outage bool              // these are no fault of the rows
 	last   error             // why it refused the last one
 	end    int64             // rows from this seq on are left out of the attempt
 }
@@ -128,7 +129,7 @@ func (p *publisher) tryEach(work, ctx context.Context, a *attempt, one func(cont
 	}
 	a.endBefore(t.end)
 	switch {
-	case t.streak < outageKeys || len(a.rows)+len(a.dead) > 0:
+	case !t.outage || len(a.rows)+len(a.dead) > 0:
 		return nil
 	case a.released: // other rows do not wait for these
 		p.say.warn(ctx, "the brokers refuse rows that were released; the relay retries", "relay", p.cfg.Name, "error", t.last)
@@ -177,14 +178,12 @@ func (t *trial) refused(r *row, record *kgo.Record, reason Reason, why error) {
 
 // judge decides what the doubts are.
 func (t *trial) judge(ctx context.Context) error {
-	if t.streak >= outageKeys {
-		taken, err := t.seek(ctx)
+	if t.streak > 0 {
+		taken, refused, err := t.seek(ctx)
 		if err != nil {
 			return err
 		}
-		if taken {
-			t.streak = 0
-		} else {
+		if t.outage = !taken && t.streak+refused >= outageKeys; t.outage {
 			t.end = min(t.end, t.doubts[len(t.doubts)-t.streak].seq)
 		}
 	}
@@ -202,20 +201,20 @@ func (t *trial) judge(ctx context.Context) error {
 // errTaken begins the work anew: rows of the key may have been left out meanwhile.
 var errTaken = errors.New("the brokers take a row that they refused before")
 
-// seek reports whether Kafka takes a row behind the attempt, of another key. At least once, that row is
-// published again in its turn.
-func (t *trial) seek(ctx context.Context) (taken bool, err error) {
+// seek reports whether Kafka takes a row behind the attempt, of another key, and how many it refuses before.
+// At least once, the row that it takes is published again in its turn.
+func (t *trial) seek(ctx context.Context) (taken bool, refused int, err error) {
 	end := t.a.end
 	if t.a.released {
 		end = t.reader.at
 	}
 	page, err := t.reader.behind(ctx, end)
 	if err != nil {
-		return false, err
+		return false, 0, err
 	}
 	next, err := t.publisher.try(ctx, page, cursor{}, cursor{})
 	if err != nil {
-		return false, err
+		return false, 0, err
 	}
 	for i, r := range next.rows {
 		if r.key != nil && (t.a.held(r) || t.keys[keyOf(r)]) {
@@ -223,11 +222,12 @@ func (t *trial) seek(ctx context.Context) (taken bool, err error) {
 		}
 		_, why, err := t.refusal(ctx, next.records[i])
 		if err != nil || why == nil {
-			return err == nil, err
+			return err == nil, refused, err
 		}
 		t.keys[keyOf(r)] = true
+		refused++
 	}
-	return false, nil
+	return false, refused, nil
 }
 
 // refusal produces a record alone. It returns why Kafka refuses it, or an error that is not about the record.

@@ -330,6 +330,24 @@ func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
 	})
 }
 
+// Property: an outage that begins with the last rows of a page kills none of them.
+func TestOutageAtTheEndOfAPageKillsNoRow(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		poisoned(fake)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT 'orders', convert_to('k' || n, 'UTF8'), CASE WHEN n > 14 THEN 'poison' ELSE 'good' END::bytea FROM generate_series(1, 18) n`) // pages have 16
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		testwait.True(t, "an outage", func() bool {
+			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") || dead(t, pool) > 0
+		})
+		require.Zero(t, dead(t, pool))
+		require.GreaterOrEqual(t, len(valuesAt(t, fake, "orders")), 14)
+	})
+}
+
 func refuse(request *kmsg.ProduceRequest, why *kerr.Error) kmsg.Response {
 	response := request.ResponseKind().(*kmsg.ProduceResponse)
 	for _, topic := range request.Topics {

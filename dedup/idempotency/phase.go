@@ -16,7 +16,7 @@ import (
 )
 
 // phase makes the foreign call, then the writes together with the recovery point.
-func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
+func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // its writes do not end with the caller
 	if h.stolen() {
 		return ErrLockLost
 	}

@@ -1,6 +1,9 @@
 package idempotency
 
-import "github.com/effectonce/effectonce/migrations"
+import (
+	"github.com/effectonce/effectonce/internal/handlertx"
+	"github.com/effectonce/effectonce/migrations"
+)
 
 // settingsSQL makes a transaction independent of the defaults of the role: see consumer.settings. A
 // value is set only where necessary: each costs the server as much as reading a row.
@@ -49,16 +52,6 @@ DELETE FROM effectonce.idempotency_keys k USING (
   WHERE scope OPERATOR(pg_catalog.=) $1 AND state OPERATOR(pg_catalog.=) 'finished' LIMIT $2) gone
 WHERE k.scope OPERATOR(pg_catalog.=) $1 AND k.operation OPERATOR(pg_catalog.=) gone.operation AND k.key OPERATOR(pg_catalog.=) gone.key`
 
-// guardSQL opens a cursor that makes a COMMIT by the work itself fail. closeGuardSQL closes it right before
-// the COMMIT of the engine: see consumer.guard.
-const guardSQL = `-- idempotency.guard
-DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
-
-const (
-	guardCursor   = "effectonce_guard"
-	closeGuardSQL = "CLOSE " + guardCursor
-)
-
 // claimWorkSQL claims a key for work in one transaction, and waits for other claims. The row says
 // finished from the start: no other transaction sees it before the work is done, and the update at
 // the end of the work (the response) changes no indexed column.
@@ -89,7 +82,7 @@ const doubtSQL = `-- idempotency.doubt
 INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error)
 VALUES ($1::text, $2::text, $3::text, $4::bytea, 'indeterminate', $5, 1, $6)
 ON CONFLICT (scope, operation, key) DO UPDATE SET state = 'indeterminate', error = excluded.error, expires_at = NULL
-WHERE coalesce(k.state, '') OPERATOR(pg_catalog.=) 'finished' AND k.finished_at IS NULL`
+WHERE coalesce(k.state, '') OPERATOR(pg_catalog.<>) 'running' AND coalesce(k.state, '') OPERATOR(pg_catalog.<>) 'abandoned' AND k.finished_at IS NULL`
 
 type queries struct {
 	settings, look, guard, forgetScope string
@@ -100,7 +93,7 @@ type queries struct {
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, look: in(lookSQL), guard: in(guardSQL), forgetScope: in(forgetScopeSQL),
+		settings: settingsSQL, look: in(lookSQL), guard: in(handlertx.GuardSQL), forgetScope: in(forgetScopeSQL),
 		claimWork: in(claimWorkSQL), respond: in(respondSQL), doubt: in(doubtSQL), flow: newFlowQueries(in),
 	}
 }

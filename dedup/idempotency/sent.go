@@ -9,8 +9,9 @@ import (
 
 // sending records what net/http reports about the requests made under the context of a call.
 type sending struct {
-	once bool        // the call must not be repeated
-	got  atomic.Bool // a connection was obtained: a request may have been sent
+	once  bool        // the call must not be repeated
+	asked atomic.Bool // a connection was requested: requests of the call are seen here
+	got   atomic.Bool // a connection was obtained: a request may have been sent
 }
 
 type sendingKey struct{}
@@ -20,6 +21,7 @@ type sendingKey struct{}
 func watched(ctx context.Context, once bool) context.Context {
 	s := &sending{once: once || CalledOnce(ctx)}
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
+		GetConn: func(string) { s.asked.Store(true) },
 		GotConn: func(httptrace.GotConnInfo) { s.got.Store(true) },
 	})
 	return context.WithValue(ctx, sendingKey{}, s)
@@ -44,5 +46,5 @@ func certainlyNotDone(ctx context.Context, err error) bool {
 	}
 	var marked interface{ NotSent() bool }
 	s, ok := ctx.Value(sendingKey{}).(*sending)
-	return ok && !s.got.Load() && errors.As(err, &marked) && marked.NotSent()
+	return ok && s.asked.Load() && !s.got.Load() && errors.As(err, &marked) && marked.NotSent()
 }

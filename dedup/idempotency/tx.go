@@ -29,7 +29,7 @@ type transaction struct {
 	fault  atomic.Pointer[error]
 	broken atomic.Pointer[error] // error of the last statement that failed
 
-	guarded     bool // see guardSQL
+	guarded     bool // see handlertx.GuardSQL
 	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
 	lasting     bool // the session is changed: the connection is not used again
 }
@@ -207,7 +207,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	batch := &pgx.Batch{}
 	last(batch)
 	if t.guarded {
-		batch.Queue(closeGuardSQL)
+		batch.Queue(handlertx.CloseGuardSQL)
 	}
 	var tag string
 	batch.Queue("COMMIT").Query(func(rows pgx.Rows) error {
@@ -220,7 +220,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	done, left := make(chan error, 1), atomic.Bool{}
 	go func() {
 		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
-		if pgerr.Is(err, pgerr.UnknownCursor) {
+		if handlertx.Ended(err) {
 			err = errors.Join(errEnded, err)
 		}
 		switch {

@@ -331,7 +331,10 @@ func TestWhatIsNoRuleForIDsIsRefused(t *testing.T) {
 // Property: consumers and the tools that look for their claims read the same ID from the headers of a message.
 func TestIDInHeaders(t *testing.T) {
 	t.Parallel()
-	read := func(text string) (string, []byte) { name, value, _ := strings.Cut(text, "="); return name, []byte(value) }
+	read := func(text string) (string, []byte) {
+		name, value, _ := strings.Cut(text, "=")
+		return name, []byte(value)
+	}
 	for _, c := range []struct{ rule, headers, want string }{
 		{"standard", "message-id=1 ce_id=2", "1"},
 		{"standard", "message-id= ce_id=2 message-id=", "2"},

@@ -13,7 +13,7 @@
 // # What the interceptor answers itself
 //
 // It answers with a status that has an ErrorInfo of the Domain, and a RetryInfo if a retry helps. The
-// reason is the name of an httpkey.Problem in capitals, such as IDEMPOTENCY_KEY_MISSING; UNAVAILABLE,
+// reason is the name of a problem of httpkey in capitals, such as IDEMPOTENCY_KEY_MISSING; UNAVAILABLE,
 // UNAUTHENTICATED and INTERNAL have their codes, and the others these:
 //
 //	InvalidArgument     KEY_MISSING, KEY_MALFORMED and KEY_REUSED, after IDEMPOTENCY_; REQUEST_UNREADABLE

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -53,7 +54,7 @@ func Route(routes Routes, typeHeaders ...string) (*Router, error) {
 	}
 	rule, err := dedup.HeaderIDs(typeHeaders...)
 	if err != nil {
-		report("typeHeaders: %w", err)
+		report("typeHeaders: %s", strings.TrimPrefix(err.Error(), dedup.ErrIDRule.Error()+": "))
 	}
 	if len(routes) == 0 {
 		report("routes are empty: want at least one topic")

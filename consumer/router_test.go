@@ -169,7 +169,7 @@ func TestRouteReportsAllProblems(t *testing.T) {
 	}, "")
 	require.Nil(t, router)
 	for _, part := range []string{
-		"typeHeaders: a name is empty", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
+		"typeHeaders: header \"\": want 1 to 255", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
 		`topic "orders": a type is empty`, `topic "orders", type "placed": handler is nil`,
 	} {
 		require.ErrorContains(t, err, part)

@@ -296,11 +296,11 @@ func TestRefusedRowsOfANewTopicStopNoOthers(t *testing.T) {
 		createAt(t, fake, "new")
 		testwait.True(t, "they are refused", func() bool { return strings.Contains(said.String(), "refuse rows that were released") })
 		insert(t, pool, "orders", "k", "1")
-		testwait.True(t, "others are published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		testwait.True(t, "others are published", func() bool { return len(valuesAt(t, fake, "orders")) > 0 }) // twice, if it is the row that proves
 		require.Equal(t, 4, dead(t, pool))
 		require.Zero(t, interrupted.Load())
 		insert(t, pool, "new", "k", "1")
-		testwait.True(t, "others of the topic, too", func() bool { return len(valuesAt(t, fake, "new")) == 1 })
+		testwait.True(t, "others of the topic, too", func() bool { return len(valuesAt(t, fake, "new")) > 0 })
 	})
 }
 

@@ -113,7 +113,7 @@ func ShortDuration(d time.Duration) string {
 // up in the wrong place.
 func Shown(text string) string {
 	lower := strings.ToLower(text)
-	for _, hint := range []string{"://", "@", "pass", "pwd", "secret", "="} {
+	for _, hint := range []string{"://", "@", "pass", "pwd", "secret", "token", "auth", "="} {
 		if strings.Contains(lower, hint) {
 			return "(value not shown, it might hold a password)"
 		}

@@ -122,7 +122,7 @@ func TestRelayFollowsTheOperator(t *testing.T) {
 	execSQL(t, conn, "UPDATE effectonce.outbox_dead SET headers = '{}' WHERE reason = 'bad_headers'")
 	r := runOn(t, address, "dead", "retry", "--reason", "bad_headers", "--wait")
 	assert.Zero(t, r.code, r.stdout)
-	assert.Equal(t, "1 row retried\n1 published, 0 held again\n", r.stdout)
+	assert.Equal(t, "1 row handed back\n1 published, 0 held again\n", r.stdout)
 	assert.Equal(t, []string{"b:bad", "b2"}, published("b"))
 	r = runOn(t, address, "dead", "discard", "--key", "a", "--why", "test order")
 	assert.Equal(t, "1 row discarded; 1 key released\n", r.stdout)

@@ -130,7 +130,7 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 	}
 	if x.Searched != nil && x.At == nil {
 		for _, topic := range x.Searched.Missing {
-			terminal.Add(&text, "topic %s does not exist: is its name misspelt?\n", terminal.Plain(topic))
+			terminal.Add(&text, "topic %s does not exist: was it deleted, or is its name misspelt?\n", terminal.Plain(topic))
 		}
 	}
 	for _, p := range x.Passed {
@@ -149,7 +149,7 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 func atText(at *inspect.At) string {
 	switch at.State {
 	case inspect.PlaceNoTopic:
-		return "this topic does not exist: is its name misspelt?"
+		return "this topic does not exist: was it deleted, or is its name misspelt?"
 	case inspect.PlaceNoPartition:
 		return "the topic has " + human.Count(at.Partitions, "partition") + ", from 0 on"
 	case inspect.PlaceDeleted:

@@ -182,7 +182,7 @@ func (a *action) text(r *held.Report, left []string) string {
 		terminal.Add(&text, "; %s released", human.Count(r.Released, "key"))
 	}
 	if len(r.Retrying) > 0 && !a.order.Discard {
-		terminal.Add(&text, "; %d were handed back before", len(r.Retrying))
+		terminal.Add(&text, "; before: %d", len(r.Retrying))
 	}
 	if gone := r.Tried - r.Done - len(r.Retrying) - len(r.NoPayload) - len(r.Behind); gone > 0 {
 		terminal.Add(&text, "; %d already gone", gone)

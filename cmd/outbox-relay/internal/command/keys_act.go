@@ -198,7 +198,7 @@ func (h headerFlag) Set(text string) error {
 		return errors.New("want 'Name: value'")
 	}
 	if idempotency.NeverStored(name) {
-		return errors.New("want no header of a single client, connection or moment")
+		return errors.New("such a header is not stored: it belongs to one client, connection or moment")
 	}
 	h[name] = append(h[name], value)
 	return nil

@@ -47,14 +47,14 @@ func keyAdvice(r keys.Row) (what, do string) {
 func adviceOnCall(r keys.Row) (what, do string) {
 	phase := fmt.Sprintf("%q", *r.Calling)
 	ask := soon(r) + "first find out from the foreign system whether it acted, by the child ID if the program sends it, else by amount and time;\n"
-	finish := "if it did, \"keys retry --call-happened\" continues with what phase " + phase + " writes, and those behind it; if that needs the call's answer, write it by hand, " +
+	finish := "if the foreign system acted, \"keys retry --call-happened\" continues with what phase " + phase + " writes, and those behind it; if that needs the call's answer, write it by hand, " +
 		"then \"keys finish\" with what the client is to get"
 	what = "a foreign system may or may not have acted, and must not be asked twice"
 	switch r.State {
 	case keys.Abandoned:
 		what = "it was given up, and " + what
 	case keys.Running:
-		return what, ask + "let the next request, or the completer, make it indeterminate;\n" + finish + ";\nif it did not, \"keys retry --call-did-not-happen\""
+		return what, ask + "let the next request, or the completer, make it indeterminate;\n" + finish + ";\nonly if it did not, \"keys retry --call-did-not-happen\""
 	}
 	return what, ask + finish + ";\nonly if it did not, \"keys retry --call-did-not-happen\", which makes the call again"
 }

@@ -110,7 +110,11 @@ func (r *keyRetry) runAll(ctx context.Context, s *cli.Settings, cmd *cobra.Comma
 		if err != nil || r.asJSON || !some {
 			return err
 		}
-		return terminal.Say(out, "nothing was done: --yes lets these keys, and others that match then, continue\n")
+		doubt := "but none of which a call is in doubt"
+		if r.call() != keys.CallUnknown {
+			doubt = "also each one of which a call is in doubt: ask the foreign system about every one of them"
+		}
+		return terminal.Say(out, "nothing was done: --yes lets these keys, and others that match then, continue, %s\n", doubt)
 	}
 	screen := terminal.NewScreen(cmd.ErrOrStderr())
 	report, err := keys.RetryAll(ctx, pool, s.Schema, r.by, r.filter, r.call(), func(done int) {
@@ -128,7 +132,7 @@ func (r *keyRetry) runAll(ctx context.Context, s *cli.Settings, cmd *cobra.Comma
 
 func retriedText(report *keys.Report) string {
 	var text strings.Builder
-	terminal.Add(&text, "%d continue, with the next request or by the completer; %d left alone\n", report.Done, len(report.Left))
+	terminal.Add(&text, "%s to continue, with the next request or by the completer; %d left alone\n", human.Count(report.Done, "key"), len(report.Left))
 	for _, left := range report.Left {
 		terminal.Add(&text, "%s of scope %s: %s\n", left.Key, left.Scope, left.Why)
 	}

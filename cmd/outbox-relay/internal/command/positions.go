@@ -107,7 +107,7 @@ func positionsText(p *inspect.Positions) string {
 		terminal.Add(&text, "topic %s is paused %s\n", terminal.Plain(pause.Topic), pauseText(pause))
 	}
 	for _, m := range p.MissingTopics {
-		terminal.Add(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", terminal.Plain(m.Topic), consumerText(m.Consumer))
+		terminal.Add(&text, "topic %s of consumer %s does not exist: was it deleted, or is its name misspelt?\n", terminal.Plain(m.Topic), consumerText(m.Consumer))
 	}
 	if p.KafkaError != "" {
 		text.WriteString(kafkaErrorText("topics and groups are incomplete", p.KafkaError))

@@ -94,7 +94,7 @@ func TestVerifyComparesOutboxAndTopic(t *testing.T) {
 	address, topic := published(t)
 	r := runKafka(t, address, "verify")
 	assert.Zero(t, r.code, r.stdout+r.stderr)
-	assert.Equal(t, "relay default: 3 rows, 3 of them published; 3 records in 1 topic\nwell\n", r.stdout)
+	assert.Equal(t, "relay default: 3 rows, 3 of them published; 3 records in 1 topic\nwell: nothing that was compared is missing or out of order; for what waits, see \"outbox-relay status\"\n", r.stdout)
 	assert.Empty(t, r.stderr, "progress is for terminals")
 
 	conn := connect(t, address)
@@ -144,7 +144,7 @@ func TestExplainIsATimeline(t *testing.T) {
 	assertNoCanary(t, runKafka(t, address, "explain", topic+"/0/0"), "explain")
 	missing := kafkatest.UnusedTopic(t)
 	r := runKafka(t, address, "explain", "nobody", "--topic", missing)
-	assert.Equal(t, result{1, "nothing is known of nobody\ntopic " + missing + " does not exist: is its name misspelt?\n", ""}, r)
+	assert.Equal(t, result{1, "nothing is known of nobody\ntopic " + missing + " does not exist: was it deleted, or is its name misspelt?\n", ""}, r)
 	for _, args := range [][]string{{"explain"}, {"explain", "a", "b"}, {"explain", ""}, {"explain", "x", "--scan-max", "0"}} {
 		assert.Equal(t, 2, runKafka(t, address, args...).code, args)
 	}

@@ -116,7 +116,10 @@ type pausing struct {
 }
 
 func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bool) error {
-	text := fmt.Sprintf("%d of %s paused", len(p.Paused), human.Count(topics, "topic"))
+	text := human.Count(topics, "topic") + " paused"
+	if before := topics - len(p.Paused); before > 0 {
+		text += fmt.Sprintf(", %d of them before", before)
+	}
 	switch {
 	case wait == 0:
 		text += "; did not wait until the pause holds"

@@ -129,7 +129,7 @@ func verifyText(r *verify.Report) string {
 		terminal.Add(&text, "not checked: %s\n", what)
 	}
 	if r.Well {
-		text.WriteString("well\n")
+		text.WriteString("well: nothing that was compared is missing or out of order; for what waits, see \"outbox-relay status\"\n")
 	} else {
 		text.WriteString("not well\n")
 	}

@@ -173,7 +173,7 @@ func within(at int64, extent *Extent) error {
 
 // What an order does to messages.
 const (
-	skipped  = "they are skipped and have no effect, unless the group is rewound behind them"
+	skipped  = "they are skipped and have no effect, unless the group is rewound to before them"
 	repeated = "they are delivered again: those with a claim are dropped as duplicates, those older than the forgotten claims are parked as expired, " +
 		"and a consumer that deduplicates by position handles all of them a second time"
 )

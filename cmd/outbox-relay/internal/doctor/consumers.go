@@ -62,7 +62,7 @@ func (s *Status) notes(ctx context.Context, db operator.Querier, schema string) 
 	}
 	for _, c := range s.Consuming {
 		for _, topic := range c.MissingTopics {
-			s.Notes = append(s.Notes, fmt.Sprintf("consumer %q: topic %s does not exist: is its name misspelt?", c.Name, oneLine(topic)))
+			s.Notes = append(s.Notes, fmt.Sprintf("consumer %q: topic %s does not exist: was it deleted, or is its name misspelt?", c.Name, oneLine(topic)))
 		}
 	}
 	for _, p := range s.Paused {

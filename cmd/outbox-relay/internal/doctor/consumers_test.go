@@ -127,7 +127,7 @@ func TestMisspeltTopicsAreFound(t *testing.T) {
 	}
 	f := only(t, said)
 	assert.Equal(t, []any{"consumer wrong", doctor.Warn}, []any{f.Check, f.Severity})
-	assert.Contains(t, f.Message, "topic "+misspelt+" does not exist: is its name misspelt?")
+	assert.Contains(t, f.Message, "topic "+misspelt+" does not exist: was it deleted, or is its name misspelt?")
 	assert.Contains(t, f.Remedy, "correct Topics of this consumer")
 	assert.Contains(t, f.Remedy, "--create --topic "+misspelt)
 
@@ -135,7 +135,7 @@ func TestMisspeltTopicsAreFound(t *testing.T) {
 		return []string{misspelt}, nil
 	}})
 	assert.True(t, status.Well)
-	assert.Equal(t, []string{`consumer "wrong": topic ` + misspelt + ` does not exist: is its name misspelt?`}, status.Notes)
+	assert.Equal(t, []string{`consumer "wrong": topic ` + misspelt + ` does not exist: was it deleted, or is its name misspelt?`}, status.Notes)
 	assert.Equal(t, [][]string{{}, {misspelt}}, [][]string{status.Consuming[0].MissingTopics, status.Consuming[1].MissingTopics})
 	status = readStatus(t, conn, doctor.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
 		return nil, errors.New("no broker answers")

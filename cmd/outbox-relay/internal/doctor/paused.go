@@ -52,9 +52,9 @@ func (s *Status) deadProblem(r RelayStatus) string {
 	case paused > 0 && paused+r.Dead["behind"] == dead:
 		return fmt.Sprintf("%s%s of paused topics in outbox_dead: \"outbox-relay topics resume\" publishes them, \"topics list\" shows the topics", atLeast(r.DeadExact), human.Count(dead, "row"))
 	case paused > 0:
-		return fmt.Sprintf("%s%s in outbox_dead, which hold their keys: read the column error and fix the cause; %d more of paused topics: \"outbox-relay topics resume\" publishes them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)
+		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"; %d more of paused topics: \"outbox-relay topics resume\" publishes them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)
 	default:
-		return fmt.Sprintf("%s%s in outbox_dead, which hold their keys: read the column error and fix the cause", atLeast(r.DeadExact), human.Count(dead, "row"))
+		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"", atLeast(r.DeadExact), human.Count(dead, "row"))
 	}
 	return ""
 }

@@ -95,7 +95,7 @@ func examineNames(windows []window, details kadm.TopicDetails, replicas int) (fo
 		for _, topic := range w.Topics {
 			if consumers.Absent(details, topic) {
 				found = append(found, warn("consumer "+w.Name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
-					"topic %s does not exist: is its name misspelt? The consumer gets no messages from it", topic))
+					"topic %s does not exist: was it deleted, or is its name misspelt? The consumer gets no messages from it", topic))
 			}
 		}
 	}

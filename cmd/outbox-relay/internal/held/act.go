@@ -39,7 +39,7 @@ func (o *Order) Verb() string {
 	if o.Discard {
 		return "discarded"
 	}
-	return "retried"
+	return "handed back"
 }
 
 // Result is what one transaction did. A row that existed at the call and is in none of the lists was

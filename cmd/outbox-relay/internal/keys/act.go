@@ -210,14 +210,14 @@ func retryRemedy(was Row) string {
 	case was.State == Finished:
 		return hasOutcome
 	case was.Locked:
-		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
+		return holder(was) + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock"
 	case was.State == Indeterminate && was.Calling == nil:
-		return "it may have acted: ask the foreign system; if it did nothing, add --call-did-not-happen; if it acted, use \"outbox-relay keys finish\""
+		return "it may have acted: ask the foreign system about this key" + was.notBefore() + "; if it did nothing, retry this key with --call-did-not-happen; if it acted, use \"outbox-relay keys finish\""
 	case was.State != Running && was.Calling == nil:
 		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call; if it happened, use \"outbox-relay keys finish\""
 	case was.State != Running:
-		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system (the child ID of the phase is %v); "+
-			"if it did nothing, add --call-did-not-happen; if it acted, add --call-happened", *was.Calling, was.ChildID(*was.Calling))
+		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system about this key (the child ID of the phase is %v)%s; "+
+			"if it did nothing, retry this key with --call-did-not-happen; if it acted, with --call-happened", *was.Calling, was.ChildID(*was.Calling), was.notBefore())
 	}
 	return "it is running already: " + goesOn(was)
 }
@@ -234,7 +234,15 @@ func finishRemedy(was Row) string {
 	if was.State == Finished {
 		return hasOutcome
 	}
-	return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock first", holder(was))
+	return holder(was) + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock first"
+}
+
+// notBefore warns of asking while the call may be on its way.
+func (r Row) notBefore() string {
+	if !r.OnItsWay() {
+		return ""
+	}
+	return ", not before " + r.RetryAt.UTC().Format(time.RFC3339)
 }
 
 func holder(was Row) string {

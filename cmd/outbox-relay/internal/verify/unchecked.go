@@ -14,7 +14,7 @@ func (r *run) nothingChecked() {
 	unchecked := func(format string, args ...any) { rep.Unchecked = append(rep.Unchecked, fmt.Sprintf(format, args...)) }
 	for _, topic := range r.Topics {
 		if len(r.extents[r.TopicPrefix+topic]) == 0 {
-			unchecked("topic %s does not exist: is its name misspelt?", topic)
+			unchecked("topic %s does not exist: was it deleted, or is its name misspelt?", topic)
 		}
 	}
 	if rep.Rows+rep.Records == 0 {

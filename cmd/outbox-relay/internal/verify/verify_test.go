@@ -371,7 +371,7 @@ func TestNothingCheckedIsNotWell(t *testing.T) {
 	}
 	assert.Equal(t, []string{"no rows and no records: there was nothing to compare"}, unchecked(nil))
 	missing := kafkatest.UnusedTopic(t)
-	assert.Equal(t, []string{"topic " + missing + " does not exist: is its name misspelt?", "no rows and no records of the last 1h: there was nothing to compare"},
+	assert.Equal(t, []string{"topic " + missing + " does not exist: was it deleted, or is its name misspelt?", "no rows and no records of the last 1h: there was nothing to compare"},
 		unchecked(func(o *verify.Options) { o.Topics, o.Since = []string{missing}, time.Hour }))
 	s.insert(4)
 	s.drain()

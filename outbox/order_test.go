@@ -162,7 +162,7 @@ func scheduled(t *testing.T, db querier) []later {
 // before the requested one.
 func TestMessagesForLaterWait(t *testing.T) {
 	t.Parallel()
-	at := dbNow(t).Add(time.Hour).Truncate(time.Microsecond).Add(time.Nanosecond)
+	at := pgtest.Now(t).Add(time.Hour).Truncate(time.Microsecond).Add(time.Nanosecond)
 	msgs := []outbox.Message{
 		{Topic: "orders", Payload: []byte("1")},
 		{Topic: "orders", Key: []byte{0, 0xff}, Payload: []byte{}, Headers: []outbox.Header{{Name: "a", Value: []byte("1")}}, DeliverAt: at},
@@ -206,11 +206,11 @@ func TestMessagesForLaterWait(t *testing.T) {
 			assert.JSONEq(t, `{"a": "1"}`, future.Headers)
 			assert.Nil(t, past.Key)
 			assert.Nil(t, past.Payload)
-			assert.True(t, past.Due.Before(dbNow(t)))
+			assert.True(t, past.Due.Before(pgtest.Now(t)))
 			// Consumers use the time in an ID as the message's age.
 			assert.Equal(t, uuid.Version(7), future.ID.Version())
 			assert.WithinDuration(t, at, time.Unix(future.ID.Time().UnixTime()), 2*time.Millisecond)
-			assert.WithinDuration(t, dbNow(t), time.Unix(past.ID.Time().UnixTime()), time.Hour/2, "what is past is as old as the call")
+			assert.WithinDuration(t, pgtest.Now(t), time.Unix(past.ID.Time().UnixTime()), time.Hour/2, "what is past is as old as the call")
 		})
 	}
 }
@@ -220,7 +220,7 @@ func TestMistakenTimesAreRefused(t *testing.T) {
 	t.Parallel()
 	err := outbox.NewBuffer().Add(
 		t.Context(),
-		outbox.Message{Topic: "a", DeliverAt: time.Unix(dbNow(t).UnixMilli(), 0)},
+		outbox.Message{Topic: "a", DeliverAt: time.Unix(pgtest.Now(t).UnixMilli(), 0)},
 		outbox.Message{Topic: "a", DeliverAt: time.Now().AddDate(10, 0, -1)},
 	)
 	require.ErrorIs(t, err, outbox.ErrInvalid)
@@ -235,7 +235,7 @@ func TestMistakenTimesAreRefused(t *testing.T) {
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	id, at := uuid.New(), dbNow(t).Add(time.Hour)
+	id, at := uuid.New(), pgtest.Now(t).Add(time.Hour)
 	cancel := func(commit bool) (found bool) {
 		tx := begin(t, pool)
 		var err error
@@ -298,7 +298,7 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 	o := newOutbox(t, outbox.Config{Schema: "money"})
 	id := uuid.New()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", DeliverAt: dbNow(t).Add(time.Hour)}, outbox.Message{Topic: "a"})
+		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", DeliverAt: pgtest.Now(t).Add(time.Hour)}, outbox.Message{Topic: "a"})
 	}))
 	var now, waiting int
 	count := `SELECT (SELECT count(*) FROM money.outbox WHERE topic IN ('a', 'b')), (SELECT count(*) FROM money.outbox_scheduled WHERE due_at > now())`
@@ -310,14 +310,6 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 		assert.True(t, found)
 		return err
 	}))
-}
-
-// dbNow returns the time of the database's clock, which decides when a message is due.
-func dbNow(t *testing.T) time.Time {
-	t.Helper()
-	offset, err := pgtest.ClockOffset()
-	require.NoError(t, err)
-	return time.Now().Add(offset)
 }
 
 // An INSERT of topic, key and payload, as any program can send it, is a complete publish: the

@@ -3,6 +3,7 @@ package pgtest
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -17,6 +18,14 @@ func Connect(t *testing.T, address string) *pgx.Conn {
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
 	return conn
+}
+
+// Now returns the time by the clock of the server that the tests of this process share.
+func Now(t *testing.T) (now time.Time) {
+	t.Helper()
+	server, _ := shared.get(t)
+	require.NoError(t, Connect(t, server.URL).QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&now))
+	return now
 }
 
 // Exec runs a statement that has to succeed.

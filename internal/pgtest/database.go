@@ -71,11 +71,7 @@ func EmptyDatabase(tb testing.TB) string {
 // Unlike the shared one it syncs its writes, so that its crash proves something.
 func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
 	tb.Helper()
-	offset, err := ClockOffset()
-	if err != nil {
-		tb.Fatal(err)
-	}
-	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, InMemory: true, ClockOffset: offset, Parameters: parameters})
+	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, InMemory: true, Parameters: parameters})
 	if err != nil {
 		tb.Fatal(err)
 	}

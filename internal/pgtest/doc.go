@@ -13,12 +13,8 @@
 // cluster-wide: a transaction that one test holds open delays what every other test sees as
 // finished. A test that does so, or that kills the server, uses a Cluster of its own.
 //
-// With TEST_CLOCK_OFFSET=1h, or -1h, the servers' clock is that far ahead of the tests' clock. A
-// test that passes without it has to pass with it, because only the database's clock is used for
-// decisions:
+// The servers' clock may be hours ahead of the tests' clock, or behind it. A test that passes without
+// that has to pass with it, because only the database's clock is used for decisions:
 //
-//	TEST_CLOCK_OFFSET=-1h go test ./dedup/idempotency/...
-//
-// Such a server runs from downloaded binaries, even if there are a DATABASE_URL and a Docker
-// engine. It needs a C compiler for the library that shifts its clock.
+//	.ci/clock -1 go test ./dedup/idempotency/...
 package pgtest

@@ -2,6 +2,8 @@ package pgtest_test
 
 import (
 	"fmt"
+	"os"
+	"strconv"
 	"testing"
 	"time"
 
@@ -98,25 +100,19 @@ func TestAnotherDatabaseOfTheSameServer(t *testing.T) {
 	}
 }
 
-// The clock of the tests' servers is as far from the tests' own as TEST_CLOCK_OFFSET says: the
-// shared one's and a cluster's.
+// The clock of the tests' servers is as far from the tests' own as .ci/clock says: the shared one's and
+// a cluster's. Their timeouts last as long as without it.
 func TestClockIsAsFarAwayAsAsked(t *testing.T) {
 	t.Parallel()
-	offset, err := pgtest.ClockOffset()
-	require.NoError(t, err)
+	hours, _ := strconv.Atoi(os.Getenv("TEST_CLOCK_HOURS"))
 	for name, address := range map[string]string{"shared": pgtest.Database(t), "own": pgtest.Cluster(t, nil).URL} {
 		var there time.Time
-		require.NoError(t, pgtest.Connect(t, address).QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&there))
-		require.WithinDuration(t, time.Now().Add(offset), there, time.Minute, name)
-	}
-}
-
-// What is no duration, or none that a test could mean, is refused.
-func TestWrongClockOffset(t *testing.T) {
-	t.Setenv("TEST_CLOCK_OFFSET", "")
-	for _, wrong := range []string{"+1 h", "1", "10000h"} {
-		t.Setenv("TEST_CLOCK_OFFSET", wrong)
-		_, err := pgtest.ClockOffset()
-		require.ErrorContains(t, err, "TEST_CLOCK_OFFSET")
+		conn := pgtest.Connect(t, address)
+		require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&there))
+		require.WithinDuration(t, time.Now().Add(time.Duration(hours)*time.Hour), there, time.Minute, name)
+		begun := time.Now()
+		_, err := conn.Exec(t.Context(), "SET statement_timeout = 300; SELECT pg_sleep(60)")
+		require.ErrorContains(t, err, "statement timeout")
+		require.GreaterOrEqual(t, time.Since(begun), 250*time.Millisecond)
 	}
 }

@@ -40,11 +40,8 @@ func (s *sharedServer) get(tb testing.TB) (server *servers.Postgres, template st
 }
 
 func (s *sharedServer) start(ctx context.Context) error {
-	offset, err := ClockOffset()
-	if err != nil {
-		return err
-	}
-	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{InMemory: true, ClockOffset: offset, Parameters: map[string]string{
+	var err error
+	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{InMemory: true, Parameters: map[string]string{
 		"max_connections": "300",
 		// The data is gone when the process ends, so there is no crash against which these could
 		// protect; and each creation and drop of a database would wait for dozens of syncs. A

@@ -19,7 +19,6 @@ type cluster struct {
 	dir      string // data, log and password; removed with the server
 	binaries string
 	flags    []string
-	clock    string // library that shifts the server's clock, if it is shifted
 
 	server *exec.Cmd
 	exited chan struct{} // closed when server is gone
@@ -41,7 +40,7 @@ func memory() string {
 // createCluster creates the data directory.
 func createCluster(ctx context.Context, binaries, password string, flags []string, opts PostgresOptions) (_ *cluster, err error) {
 	parent := ""
-	if opts.InMemory && opts.ClockOffset == 0 { // containers let no library be loaded from /dev/shm
+	if opts.InMemory {
 		parent = memory()
 	}
 	dir, err := os.MkdirTemp(parent, "effectonce-postgres-data-")
@@ -54,11 +53,6 @@ func createCluster(ctx context.Context, binaries, password string, flags []strin
 			err = errors.Join(err, os.RemoveAll(dir))
 		}
 	}()
-	if opts.ClockOffset != 0 {
-		if c.clock, err = clockLibrary(ctx, dir, opts.ClockOffset); err != nil {
-			return nil, err
-		}
-	}
 	secret := filepath.Join(dir, "password")
 	if err := os.WriteFile(secret, []byte(password), 0o600); err != nil {
 		return nil, err
@@ -99,8 +93,8 @@ func (c *cluster) start(ctx context.Context) error {
 	defer func() { _ = log.Close() }() // the server has its own handle
 	// The server outlives the context of the call that started it.
 	server := c.command(context.WithoutCancel(ctx), "postgres", append([]string{"-D", c.data()}, c.flags...)...)
-	if c.clock != "" {
-		server.Env = append(server.Env, "LD_PRELOAD="+c.clock)
+	if library := preload(); library != "" {
+		server.Env = append(server.Env, "LD_PRELOAD="+library)
 	}
 	// Not this process's own output: its reader would wait for the server to close it.
 	server.Stdout, server.Stderr = log, log

@@ -4,14 +4,12 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
-	"errors"
 	"fmt"
 	"maps"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/moby/moby/api/types/container"
@@ -35,9 +33,6 @@ type PostgresOptions struct {
 	// Parameters are server settings, as in postgres -c name=value. An external server ignores
 	// them.
 	Parameters map[string]string
-	// ClockOffset is how far the server's clock is ahead of this machine's. A value other than 0
-	// requires downloaded binaries, like Embedded, and a C compiler. In whole seconds.
-	ClockOffset time.Duration
 }
 
 // Postgres is a running PostgreSQL.
@@ -54,7 +49,7 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 	if address == "" && !opts.Own {
 		address = env("DATABASE_URL")
 	}
-	kind, err := choose(ctx, opts.Embedded || opts.ClockOffset != 0, address)
+	kind, err := choose(ctx, opts.Embedded || preload() != "", address)
 	if err != nil {
 		return nil, fmt.Errorf("start PostgreSQL: %w", err)
 	}
@@ -69,11 +64,6 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 		var binaries string
 		if binaries, err = postgresBinaries(ctx); err == nil {
 			err = launch(ctx, func(port int) (*Server, error) { return p.fromBinaries(ctx, port, binaries, opts) })
-		}
-		if err == nil && opts.ClockOffset != 0 {
-			if err = p.checkClock(ctx, opts.ClockOffset); err != nil {
-				err = errors.Join(err, p.Stop(context.WithoutCancel(ctx)))
-			}
 		}
 	}
 	if err != nil && replaceable(ctx, kind) {

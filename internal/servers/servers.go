@@ -186,6 +186,9 @@ func env(name string) string {
 	return os.Getenv(name) //nolint:forbidigo // the environment names the servers, to tests and commands alike
 }
 
+// preload is a library for embedded PostgreSQL servers, which .ci/clock sets.
+func preload() string { return env("EMBEDDED_POSTGRES_PRELOAD") }
+
 // running are the servers that StopAll stops. They belong to the process: the first test that needs
 // one starts it, and only the end of the process is a common place to stop them.
 var running sync.Map //nolint:gochecknoglobals // see above

@@ -83,7 +83,7 @@ func TestEachSchemeIsHandledOnce(t *testing.T) {
 			seen = event
 			return book(ctx, tx, event)
 		})
-		now := dbNow(t)
+		now := pgtest.Now(t)
 		for _, at := range []time.Time{now, now.Add(time.Minute), now.Add(-time.Minute)} {
 			delivery := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(bodyOf("evt_1")))
 			delivery.Header = s.sign(t, secret, "evt_1", at, bodyOf("evt_1"))
@@ -115,7 +115,7 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 			return errors.Join(book(ctx, tx, event), failures[i])
 		})
 	for ; failures[i] != nil; i++ {
-		w := deliver(r, request(t, "evt_1", dbNow(t)))
+		w := deliver(r, request(t, "evt_1", pgtest.Now(t)))
 		require.Equal(t, http.StatusServiceUnavailable, w.Code, failures[i])
 		require.Equal(t, "10", w.Header().Get("Retry-After"))
 		require.Equal(t, "Service Unavailable\n", w.Body.String())
@@ -123,9 +123,9 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 		require.Zero(t, effects(t, pool, "evt_1")+storedKeys(t, pool))
 	}
 	require.NotContains(t, logged.String(), "amount", "bodies are not logged")
-	require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", dbNow(t))).Code)
+	require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", pgtest.Now(t))).Code)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
-	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", dbNow(t))).Code)
+	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", pgtest.Now(t))).Code)
 }
 
 // Property: a refusal rolls back what the handler wrote, is stored, and never retried.
@@ -143,7 +143,7 @@ func TestRefusalsStopTheSender(t *testing.T) {
 				return errors.Join(book(ctx, tx, event), fmt.Errorf("parse: %w", refusal))
 			})
 		for range 3 {
-			w := deliver(r, request(t, id, dbNow(t)))
+			w := deliver(r, request(t, id, pgtest.Now(t)))
 			require.Equal(t, []any{200, "refused\n"}, []any{w.Code, w.Body.String()})
 			require.Empty(t, w.Header().Get("Retry-After"))
 		}
@@ -159,7 +159,7 @@ func TestReceiversHaveNames(t *testing.T) {
 	pool := newPool(t)
 	for range 2 {
 		for _, name := range []string{"ledger", "mail"} {
-			require.Equal(t, http.StatusOK, deliver(newReceiver(t, pool, webhook.Config{Name: name}, book), request(t, "evt_1", dbNow(t))).Code)
+			require.Equal(t, http.StatusOK, deliver(newReceiver(t, pool, webhook.Config{Name: name}, book), request(t, "evt_1", pgtest.Now(t))).Code)
 		}
 	}
 	require.Equal(t, 2, effects(t, pool, "evt_1"))
@@ -184,9 +184,9 @@ func TestToleranceInBothDirections(t *testing.T) {
 		{24 * 365 * time.Hour, 400},
 	} {
 		id := fmt.Sprint("evt_", c.by)
-		require.Equal(t, c.want, deliver(r, request(t, id, dbNow(t).Add(c.by))).Code, c.by)
+		require.Equal(t, c.want, deliver(r, request(t, id, pgtest.Now(t).Add(c.by))).Code, c.by)
 		require.Equal(t, c.want == 200, effects(t, pool, id) == 1, c.by)
-		require.Equal(t, http.StatusOK, deliver(r, request(t, id, dbNow(t))).Code, c.by)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, id, pgtest.Now(t))).Code, c.by)
 		require.Equal(t, http.StatusOK, deliver(r, request(t, id, time.Unix(1, 0))).Code, c.by)
 		require.Equal(t, 1, effects(t, pool, id))
 	}
@@ -203,7 +203,7 @@ func TestStrangersTakeNoConnection(t *testing.T) {
 		return e.ID, nil
 	}}, book)
 	with := func(change func(r *http.Request)) *http.Request {
-		delivery := request(t, "evt_1", dbNow(t))
+		delivery := request(t, "evt_1", pgtest.Now(t))
 		change(delivery)
 		return delivery
 	}
@@ -219,11 +219,11 @@ func TestStrangersTakeNoConnection(t *testing.T) {
 		"too large":      {with(func(r *http.Request) { r.Body, r.ContentLength = io.NopCloser(endless{}), -1 }), 413},
 		"slow":           {with(func(r *http.Request) { r.Body = io.NopCloser(slow{}) }), 408},
 		"cut off":        {with(func(r *http.Request) { r.Body = io.NopCloser(failing{}) }), 400},
-		"no ID":          {request(t, "", dbNow(t)), 400},
-		"long ID":        {request(t, strings.Repeat("a", 256), dbNow(t)), 400},
-		"control in ID":  {request(t, `a\u0000`, dbNow(t)), 400},
-		"refused ID":     {request(t, "bad", dbNow(t)), 400},
-		"well-formed":    {request(t, "evt_1", dbNow(t)), 503},
+		"no ID":          {request(t, "", pgtest.Now(t)), 400},
+		"long ID":        {request(t, strings.Repeat("a", 256), pgtest.Now(t)), 400},
+		"control in ID":  {request(t, `a\u0000`, pgtest.Now(t)), 400},
+		"refused ID":     {request(t, "bad", pgtest.Now(t)), 400},
+		"well-formed":    {request(t, "evt_1", pgtest.Now(t)), 503},
 	} {
 		w := deliver(r, c.request)
 		require.Equal(t, c.want, w.Code, name)
@@ -252,24 +252,15 @@ func TestChangedBody(t *testing.T) {
 	changed := func() *http.Request {
 		body := bytes.ReplaceAll(bodyOf("evt_1"), []byte("100"), []byte("999"))
 		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(body))
-		r.Header = senders()["stripe"].sign(t, secret, "evt_1", dbNow(t), body)
+		r.Header = senders()["stripe"].sign(t, secret, "evt_1", pgtest.Now(t), body)
 		return r
 	}
 	for compare, want := range map[bool]int{false: 200, true: 422} {
 		r := newReceiver(t, pool, webhook.Config{Sender: fmt.Sprint(compare), CompareBody: compare}, book)
-		require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", dbNow(t))).Code)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", pgtest.Now(t))).Code)
 		require.Equal(t, want, deliver(r, changed()).Code)
 		require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE sender = $1`, fmt.Sprint(compare)))
 	}
-}
-
-// dbNow is the time by the database's clock, which is the one that reports whether a delivery is
-// too old.
-func dbNow(t *testing.T) time.Time {
-	t.Helper()
-	offset, err := pgtest.ClockOffset()
-	require.NoError(t, err)
-	return time.Now().Add(offset)
 }
 
 // Property: a sender with too many concurrent deliveries gets an answer with the time of a retry. Row H29 of guarantees.md.
@@ -303,7 +294,7 @@ func TestOwnIDs(t *testing.T) {
 		return book(ctx, tx, event)
 	})
 	for _, id := range []string{"evt_1", "evt_2"} {
-		require.Equal(t, http.StatusOK, deliver(r, request(t, id, dbNow(t)).WithContext(ctx)).Code)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, id, pgtest.Now(t)).WithContext(ctx)).Code)
 	}
 	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }

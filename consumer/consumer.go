@@ -260,9 +260,12 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		if c.cfg.Name != "" {
 			name, topics = c.cfg.Name, c.cfg.Topics
 		}
+		aliases := make([]string, len(topics))
+		for i, of := range topics {
+			aliases[i] = c.cfg.alias(of)
+		}
 		id, err := c.claims.Register(ctx, c.pool, dedup.Registration{
-			Name: name, Group: c.cfg.Group, Topics: topics, Window: c.cfg.Window, Forever: c.cfg.Forever,
-			IDRule: wanted,
+			Name: name, Group: c.cfg.Group, Topics: topics, Aliases: aliases, Window: c.cfg.Window, Forever: c.cfg.Forever, IDRule: wanted,
 		})
 		if err != nil {
 			return err

@@ -31,9 +31,10 @@ WHERE p.fingerprint <> m.fingerprint`
 // concurrent registration. It never overwrites the group, the rule for IDs, nor whether the consumer
 // forgets.
 const registerSQL = `-- dedup.register
-INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window, id_rule) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval, $5)
+INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window, id_rule, aliases) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval, $5, coalesce($6::text[], '{}'))
 ON CONFLICT (name) DO UPDATE SET
   topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END,
+  aliases = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.aliases ELSE c.aliases END,
   dedup_window = CASE WHEN c.consumer_group = excluded.consumer_group AND (c.dedup_window IS NULL) = (excluded.dedup_window IS NULL)
     THEN excluded.dedup_window ELSE c.dedup_window END
 RETURNING id, consumer_group, dedup_window IS NULL, id_rule, coalesce((SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before

@@ -19,8 +19,8 @@ type Registration struct {
 	Name string
 	// Group owns the name permanently. 1 to 255 bytes of UTF-8 without NUL.
 	Group string
-	// Topics, for people.
-	Topics []string
+	// Topics, and what each of them is called in IDs (none: its name), for operators' tools.
+	Topics, Aliases []string
 	// Window is the dedup window: the minimum time for which a claim is kept, or its ID refused
 	// (ErrForgotten). 1 minute to 10 years; default 7 days. It may change from one registration to the next (see Consumer.Replaced); the
 	// last one is used. It only limits what Maintain may forget from then on: marks of forgotten
@@ -75,7 +75,7 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	var registered Consumer
 	var owner string
 	var replaced float64
-	err := db.QueryRow(ctx, c.sql[r.Forever].register, r.Name, r.Group, r.Topics, window, r.IDRule.String()).
+	err := db.QueryRow(ctx, c.sql[r.Forever].register, r.Name, r.Group, r.Topics, window, r.IDRule.String(), r.Aliases).
 		Scan(&registered.id, &owner, &registered.forever, &registered.idRule, &replaced)
 	switch {
 	case err != nil:

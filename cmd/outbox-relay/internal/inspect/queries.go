@@ -25,12 +25,10 @@ FROM effectonce.outbox_scheduled WHERE id = ANY ($1::uuid[]) ORDER BY due_at, id
 const lockLimitSQL = `-- inspect.lock_limit
 SELECT set_config('lock_timeout', '1s', true)`
 
-// Alias is what a topic is called in the IDs of a consumer c: see consumer.Config.Aliases. Only the name that a
-// consumer has by default says it; the alias of one with Config.Name is not known.
-const Alias = `CASE WHEN pg_catalog.starts_with(c.name, c.consumer_group || '/') THEN pg_catalog.substr(c.name, pg_catalog.length(c.consumer_group) + 2) ELSE t.topic END`
-
+// topicsSQL lists, with each topic, what it is called in IDs: see consumer.Config.Aliases.
 const topicsSQL = `-- inspect.topics
-SELECT DISTINCT t.topic, c.id_rule, ` + Alias + ` FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) ORDER BY 1, 2`
+SELECT DISTINCT t.topic, c.id_rule, coalesce(t.alias, t.topic) FROM effectonce.consumers c CROSS JOIN LATERAL ROWS FROM (pg_catalog.unnest(c.topics), pg_catalog.unnest(c.aliases)) AS t (topic, alias)
+WHERE t.topic IS NOT NULL ORDER BY 1, 2`
 
 const claimsSQL = `-- inspect.claims
 SELECT k.message_id, coalesce(c.name, 'consumer ' || k.consumer::text), coalesce(c.consumer_group, ''), k.processed_at, k.forever

@@ -1,9 +1,6 @@
 package verify
 
-import (
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
-)
+import "github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 
 const sinceSQL = `-- verify.since
 SELECT clock_timestamp(), clock_timestamp() - $1::interval`
@@ -32,8 +29,9 @@ SELECT topic, partition, next_offset FROM effectonce.consumer_positions WHERE co
 
 // consumersSQL returns a null window for forever.
 const consumersSQL = `-- verify.consumers
-SELECT c.id, t.topic, c.id_rule, extract(epoch FROM c.dedup_window)::float8, ` + inspect.Alias + `
-FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) WHERE c.consumer_group = $1`
+SELECT c.id, t.topic, c.id_rule, extract(epoch FROM c.dedup_window)::float8, coalesce(t.alias, t.topic)
+FROM effectonce.consumers c CROSS JOIN LATERAL ROWS FROM (pg_catalog.unnest(c.topics), pg_catalog.unnest(c.aliases)) AS t (topic, alias)
+WHERE c.consumer_group = $1 AND t.topic IS NOT NULL`
 
 // unclaimedSQL returns for which of the records $3 none of the consumers $1 has claimed an ID, $2.
 const unclaimedSQL = `-- verify.unclaimed

@@ -29,6 +29,7 @@ type site struct {
 	*testing.T
 	pool         *pgxpool.Pool
 	topic, group string
+	name         string
 	aliases      map[string]string
 }
 
@@ -80,7 +81,7 @@ func (s *site) start(run func(context.Context) error) (stop func()) {
 func (s *site) consumer(idHeaders ...string) *consumer.Consumer {
 	s.Helper()
 	nothing := consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error { return nil })
-	c, err := consumer.New(s.pool, s.options(), nothing, consumer.Config{Group: s.group, Topics: []string{s.topic}, IDHeaders: idHeaders, Aliases: s.aliases})
+	c, err := consumer.New(s.pool, s.options(), nothing, consumer.Config{Group: s.group, Topics: []string{s.topic}, IDHeaders: idHeaders, Name: s.name, Aliases: s.aliases})
 	require.NoError(s, err)
 	return c
 }
@@ -153,20 +154,25 @@ func TestTheConsumersRuleCounts(t *testing.T) {
 // Property: claims of a mirrored topic are looked for under what its consumer calls it.
 func TestMirroredTopicsAreClaimedUnderTheirSource(t *testing.T) {
 	t.Parallel()
-	s := newSite(t, 1)
-	s.aliases = map[string]string{s.topic: "orders"}
-	for n := range 5 {
-		require.NoError(t, s.client().ProduceSync(t.Context(), &kgo.Record{Topic: s.topic, Headers: []kgo.RecordHeader{{Key: "message-id", Value: fmt.Append(nil, "m", n)}}}).FirstErr())
-	}
-	s.consume(5)
-	s.drain()
-	report := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
-	assert.Equal(t, []int64{5, 0}, []int64{report.Claimed, report.Unclaimed.Count}, report)
-	for _, text := range []string{s.topic + "/0/3", "m3"} {
-		x, err := inspect.Explain(t.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, inspect.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
-		require.NoError(t, err)
-		require.Len(t, x.Claims, 1, text)
-		require.Len(t, x.Records, 1, text)
+	for _, name := range []string{"", "billing"} { // Config.Name
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newSite(t, 1)
+			s.name, s.aliases = name, map[string]string{s.topic: "orders"}
+			for n := range 5 {
+				require.NoError(t, s.client().ProduceSync(t.Context(), &kgo.Record{Topic: s.topic, Headers: []kgo.RecordHeader{{Key: "message-id", Value: fmt.Append(nil, "m", n)}}}).FirstErr())
+			}
+			s.consume(5)
+			s.drain()
+			report := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
+			assert.Equal(t, []int64{5, 0}, []int64{report.Claimed, report.Unclaimed.Count}, report)
+			for _, text := range []string{s.topic + "/0/3", "m3"} {
+				x, err := inspect.Explain(t.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, inspect.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
+				require.NoError(t, err)
+				require.Len(t, x.Claims, 1, text)
+				require.Len(t, x.Records, 1, text)
+			}
+		})
 	}
 }
 

@@ -56,8 +56,7 @@ func (p *position) isHandled(offset int64) bool { return p.handled.contains(offs
 // hold is a partition that is acquired, or why it could not be.
 type hold struct {
 	known
-	seen     *int64 // a position that was read before log
-	waits    error  // why it could not be acquired
+	waits    error // why it could not be acquired
 	decision decision
 	pos      *position // nil: it could not
 }
@@ -67,7 +66,6 @@ func (c *Consumer) newHold(key topicPartition) *hold {
 }
 
 var (
-	errAhead    = errors.New("the position advances while it is acquired")
 	errWentBack = errors.New("the database lost commits of this consumer (a failover?): resuming at its position")
 	errPaused   = errors.New("an operator paused the topic")
 )
@@ -140,13 +138,13 @@ func (s *session) hold(ctx context.Context, keys []topicPartition) []*hold {
 	for i, key := range keys {
 		a := s.assignments[key]
 		holds[i] = s.consumer.newHold(key)
-		holds[i].seen, holds[i].halt = a.seen, s.damage(a)
+		holds[i].halt = s.damage(a)
 	}
 	s.mu.Unlock()
 	err := s.ask(ctx, holds)
 	answered := slices.DeleteFunc(slices.Clone(holds), func(h *hold) bool { return h.waits != nil })
 	if err == nil && len(answered) > 0 {
-		err = s.consumer.hold(ctx, answered)
+		err = s.consumer.hold(ctx, answered, s.ask)
 	}
 	for _, h := range answered {
 		h.waits = cmp.Or(err, h.waits)
@@ -183,9 +181,7 @@ func (s *session) wait(ctx context.Context, h *hold) {
 	a.does.become(StateWaiting, h.waits)
 	a.attempt++
 	wait := s.consumer.engineBackoff(a.attempt)
-	if a.retryAt, a.seen = time.Now().Add(wait), nil; errors.Is(h.waits, errAhead) {
-		a.seen = h.row.next
-	}
+	a.retryAt = time.Now().Add(wait)
 	s.mu.Unlock()
 	if times, due := a.said.Due("", true); due {
 		s.consumer.cfg.Logger.WarnContext(ctx, "partition cannot be acquired yet; the others begin", "group", s.consumer.cfg.Group, "topic", h.topic, "partition", h.partition,
@@ -210,7 +206,7 @@ func (s *session) startWorker(h *hold, during uint64) {
 	defer s.mu.Unlock()
 	a := s.assignments[h.topicPartition]
 	a.saw(h)
-	a.retryAt, a.seen, a.unreadable = time.Time{}, nil, nil
+	a.retryAt, a.unreadable = time.Time{}, nil
 	a.said.End("")
 	p.during = during
 	p.marked = func(next int64) { s.mark(p, next) }
@@ -251,17 +247,22 @@ func (s *session) refused(p *partition, f *failure) {
 const refusalMin = time.Second
 
 // hold begins a new epoch for each partition, decides where it begins and stores the decision, all
-// in one transaction. It locks the rows before it decides.
-func (c *Consumer) hold(ctx context.Context, holds []*hold) error {
+// in one transaction. It locks the rows before it decides, and asks Kafka again about a position beyond
+// the end of the topic: its holder may have advanced after Kafka's answer, and cannot any more.
+func (c *Consumer) hold(ctx context.Context, holds []*hold, ask func(context.Context, []*hold) error) error {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
 	err := pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
 		if err := c.lockPositions(ctx, tx, holds); err != nil {
 			return err
 		}
+		ahead := slices.DeleteFunc(slices.Clone(holds), func(h *hold) bool { return h.log == nil || h.row.next == nil || *h.row.next <= h.log.end })
+		if len(ahead) > 0 {
+			if err := ask(ctx, ahead); err != nil {
+				return err
+			}
+		}
 		for _, h := range holds {
-			if h.isAhead() {
-				h.waits = errAhead
-			} else {
+			if h.waits == nil {
 				c.decide(h)
 			}
 		}
@@ -271,15 +272,6 @@ func (c *Consumer) hold(ctx context.Context, holds []*hold) error {
 		return fmt.Errorf("acquire positions: %w", err)
 	}
 	return nil
-}
-
-// isAhead reports whether the position is ahead of the end of the topic, perhaps because its holder
-// advanced after Kafka's answer. If it was already ahead when Kafka was asked, the end is lost.
-func (h *hold) isAhead() bool {
-	if h.log == nil || h.row.next == nil || *h.row.next <= h.log.end || h.recreated() {
-		return false
-	}
-	return h.seen == nil || *h.seen <= h.log.end
 }
 
 func (c *Consumer) decide(h *hold) {

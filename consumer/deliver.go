@@ -53,7 +53,7 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
 	h := c.newHold(key)
-	if err := c.hold(ctx, []*hold{h}); err != nil {
+	if err := c.hold(ctx, []*hold{h}, nil); err != nil {
 		return err
 	}
 	p := c.newPartition(ctx, nil, h.pos)

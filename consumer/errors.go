@@ -58,15 +58,6 @@ type messageError struct {
 func (e *messageError) Error() string { return e.err.Error() }
 func (e *messageError) Unwrap() error { return e.err }
 
-// blame attributes an error to a message, unless it is attributed already.
-func blame(msg *Message, err error) error {
-	var known *messageError
-	if errors.As(err, &known) {
-		return known
-	}
-	return &messageError{msg, err}
-}
-
 // Blame reports which message of a Batch failed, so that the batch need not be split to find it.
 func Blame(msg *Message, err error) error {
 	if err == nil {
@@ -75,9 +66,9 @@ func Blame(msg *Message, err error) error {
 	return &messageError{msg, err}
 }
 
-// blameOne attributes the error of a function that got several messages: to the one of these that Blame
-// names, or to the only one.
-func blameOne(msgs []*Message, err error) error {
+// blame attributes the error of a function that got messages: to the one of these that Blame names, or to
+// the only one. Otherwise any message of the transaction may be at fault.
+func blame(err error, msgs ...*Message) error {
 	var known *messageError
 	switch {
 	case errors.As(err, &known) && (known.msg == nil || slices.Contains(msgs, known.msg)):

@@ -31,10 +31,21 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
 	h := e.c.newHold(topicPartition{e.c.cfg.Topics[0], number})
-	if err := e.c.hold(ctx, []*hold{h}); err != nil {
+	if err := e.c.hold(ctx, []*hold{h}, nil); err != nil {
 		return nil, err
 	}
 	return &Position{h.pos, 1}, nil
+}
+
+// HoldAt takes a partition over where Kafka first said that it ends at one offset, and then at another one.
+func (e *Engine) HoldAt(ctx context.Context, number int32, end, then int64) (at int64, halt error, err error) {
+	h := e.c.newHold(topicPartition{e.c.cfg.Topics[0], number})
+	h.log = &topicLog{end: end}
+	err = e.c.hold(ctx, []*hold{h}, func(_ context.Context, again []*hold) error {
+		again[0].log = &topicLog{end: then}
+		return nil
+	})
+	return h.decision.at, h.decision.halt, errors.Join(err, h.waits)
 }
 
 // Position is a held partition.

@@ -39,7 +39,7 @@ func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 			err = overdue(ctx)
 		}
 		if err = t.inspect(err); err != nil {
-			return blame(msg, err)
+			return blame(err, msg)
 		}
 	}
 	return nil
@@ -63,7 +63,7 @@ func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error 
 	if err == nil {
 		return nil
 	}
-	return blameOne(msgs, err)
+	return blame(err, msgs...)
 }
 
 // Queue collects the statements of a batch. They are sent in one round trip after all messages were
@@ -106,7 +106,7 @@ func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error
 	q := &Queue{batch: &pgx.Batch{QueuedQueries: make([]*pgx.QueuedQuery, 0, len(msgs))}, owner: make([]*Message, 0, len(msgs)), view: t.view(nil)}
 	defer q.view.done.Store(true)
 	if err := guard(func() error { return h.collect(ctx, t, q, msgs) }); err != nil {
-		return blame(q.view.msg, err)
+		return blame(err, q.view.msg)
 	}
 	if q.batch.Len() == 0 {
 		return nil
@@ -132,9 +132,9 @@ func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) 
 	if messages > 1 && !known {
 		// Without an answer, any message may be at fault. The same is true if PostgreSQL refused to
 		// prepare a statement.
-		return blame(nil, err)
+		return blame(err)
 	}
-	return blame(q.owner[min(read, len(q.owner)-1)], err)
+	return blame(err, q.owner[min(read, len(q.owner)-1)])
 }
 
 // collect calls the handler for each message. If it fails or panics, q.view.msg is the message.
@@ -244,7 +244,7 @@ func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
 	if outer == nil {
 		return nil
 	}
-	return blameOne(msgs, outer)
+	return blame(outer, msgs...)
 }
 
 // overdue returns why a handler that returned nil has failed anyway: its time was over. Without
@@ -299,7 +299,7 @@ func (t *tx) inspect(err error) error {
 			return err
 		}
 		if t.idled() {
-			return blame(nil, errors.Join(errIdle, err))
+			return blame(errors.Join(errIdle, err))
 		}
 		return errors.Join(errConnectionLost, err)
 	}

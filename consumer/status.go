@@ -114,7 +114,6 @@ type assignment struct {
 	attempt   int       // to acquire it, since it last handled something
 	retryAt   time.Time // when it is acquired again; zero: nothing is due
 	said      say.Lines // that it waits
-	seen      *int64    // a position that was ahead of the end of the topic
 
 	unreadable error // why its next records cannot be read
 	reads      int   // that brought damaged records in a row, at this position

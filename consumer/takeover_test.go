@@ -2,6 +2,7 @@ package consumer_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -405,4 +406,19 @@ func TestOtherNameWaitsForWhatIsLeft(t *testing.T) {
 	h.waitEffects(3)
 	require.NoError(t, stop())
 	require.Equal(t, []string{"k:0", "k:1", "k:2"}, h.values())
+}
+
+// Property: a position beyond the end of the topic, as Kafka said it before the position was locked, is no
+// loss if its holder had advanced meanwhile; if the topic still ends there, the partition halts. Row C34.
+func TestHolderThatAdvancesMeanwhileIsNoLossOfTheEnd(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	e := consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic}})
+	require.NoError(t, e.ApplyAll(t.Context(), 0, 0, 7, 7))
+	at, halt, err := e.HoldAt(t.Context(), 0, 5, 9)
+	require.NoError(t, errors.Join(halt, err))
+	require.EqualValues(t, 7, at)
+	_, halt, err = e.HoldAt(t.Context(), 0, 5, 5)
+	require.NoError(t, err)
+	require.ErrorContains(t, halt, "ends at offset 5, but was consumed up to 7")
 }

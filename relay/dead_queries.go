@@ -7,8 +7,8 @@ package relay
 // state on: the first row that only waited behind it gets the state retry, in the same statement. Only
 // the holder of the shard adds rows to a key or removes them, so none is missed.
 //
-// The conditions on keys compare whole entries of the index outbox_dead_key, the only index in that
-// order. On outdated statistics the planner would otherwise choose the primary key, and filter all
+// The conditions on keys compare pairs of hash and seq, and only the index outbox_dead_key is in that
+// order. With hash = … the planner would, on outdated statistics, choose the primary key, and filter all
 // waiting rows.
 
 // deadSettingsSQL precedes statements on dead rows, in their transaction: see fetchSettingsSQL.
@@ -30,9 +30,10 @@ const forTopic = `state = 'held' AND reason IN ('unknown_topic', 'not_authorized
 // outbox_dead_leaving.
 const leaves = `state IN ('retry', 'discard')`
 
-// inKey: the entries of a key in the index, from the first on.
-const inKey = `d.state <> 'discarded' AND (d.relay, d.topic, sha256(d.key), d.seq) >= ($1, k.topic, k.hash, 0)
-      AND (d.relay, d.topic, sha256(d.key), d.seq) <= ($1, k.topic, k.hash, 9223372036854775807)`
+// inKey: the entries of a key in the index, from the first on. Before version 18 a walk over the index ends
+// only where the first column of a compared pair passes its end.
+const inKey = `d.state <> 'discarded' AND d.relay = $1 AND d.topic = k.topic AND (sha256(d.key), d.seq) >= (k.hash, 0)
+      AND (sha256(d.key), d.seq) <= (k.hash, 9223372036854775807)`
 
 const keyOrder = `ORDER BY d.relay, d.topic, sha256(d.key), d.seq`
 

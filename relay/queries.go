@@ -206,7 +206,7 @@ FROM effectonce.outbox_seq_seq WHERE NOT pg_is_in_recovery()`
 // fetchSQL reads, in seq order, the rows that became visible between the tick behind the cursor and
 // the tick before it. $2 divides the rows. A row with a seq above the earlier tick's seq_last is
 // found by its seq and must not be visible in the earlier snapshot ($3). A row up to it belongs to
-// a transaction that was open in that snapshot, and each of those ($9) is looked up by its id. $10
+// a transaction that was open in that snapshot, and each of those ($9) that has ended is looked up by its id. $10
 // is where the last page ended. Both branches walk an index in order and stop at the page's size,
 // so a page costs the same on a backlog of ten rows and of ten million. (The second branch compares
 // pairs: with txid = … the planner would, on some statistics, walk the index on seq and filter the
@@ -284,8 +284,8 @@ const fetchLate = `
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
        WHERE (o.txid, o.seq) > (open.txid, $10) AND (o.txid, o.seq) <= (open.txid, $2) AND o.shard OPERATOR(pg_catalog.%) $6::int = $7::int
-         AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
-       ORDER BY o.txid, o.seq LIMIT $4) late)`
+       ORDER BY o.txid, o.seq LIMIT $4) late
+     WHERE pg_visible_in_snapshot(open.txid, (SELECT until FROM now)))`
 
 const fetchTo = `
   ) candidates ORDER BY seq LIMIT $4

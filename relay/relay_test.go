@@ -5,6 +5,8 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -487,8 +489,36 @@ func TestFetchWalksIndexes(t *testing.T) {
 	}
 }
 
-// genericPlan executes a fetch as a reader does: prepared, behind the settings.
+// Property: a look reads nothing of a transaction that is still open, however many rows it has.
+// Row O21 of guarantees.md.
+func TestOpenTransactionCostsALookNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	open, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = open.Rollback(context.WithoutCancel(t.Context())) }()
+	_, err = open.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 20000)`)
+	require.NoError(t, err)
+	var since, txid string
+	require.NoError(t, open.QueryRow(t.Context(), `SELECT txid || ':' || txid + 1 || ':' || txid, txid::text FROM (SELECT pg_current_xact_id()::text::bigint AS txid) s`).Scan(&since, &txid))
+	for _, sql := range []string{relay.FetchSQL, relay.FetchSizedSQL} {
+		plan := look(t, pool, sql, 20000, since, txid, "BUFFERS, ")
+		hit := regexp.MustCompile(`Buffers: shared hit=(\d+)`).FindStringSubmatch(plan)
+		require.NotNil(t, hit, plan)
+		pages, err := strconv.Atoi(hit[1])
+		require.NoError(t, err)
+		require.Less(t, pages, 100, plan)
+	}
+}
+
+// genericPlan is the plan of a look beside two transactions that had been open.
 func genericPlan(t *testing.T, pool *pgxpool.Pool, sql string, after int64) string {
+	t.Helper()
+	return look(t, pool, sql, after, "5:7:5", "5,6", "")
+}
+
+// look executes a fetch as a reader does: prepared, behind the settings. It returns its plan.
+func look(t *testing.T, pool *pgxpool.Pool, sql string, after int64, since, open, with string) string {
 	t.Helper()
 	ctx := t.Context()
 	tx, err := pool.Begin(ctx)
@@ -498,11 +528,11 @@ func genericPlan(t *testing.T, pool *pgxpool.Pool, sql string, after int64) stri
 	require.NoError(t, err)
 	types, late := "text, bigint, text, bigint, text, int, int, int", ""
 	if sql != relay.FetchNewSQL {
-		types, late = types+", text[], bigint", ", '{5,6}', 0"
+		types, late = types+", text[], bigint", ", '{"+open+"}', 0"
 	}
 	_, err = tx.Exec(ctx, "PREPARE look ("+types+") AS "+sql, pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
-	rows, err := tx.Query(ctx, fmt.Sprintf("EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF) EXECUTE look (NULL, %d, '5:7:5', 100, NULL, 1, 0, 16384%s)", after, late), pgx.QueryExecModeSimpleProtocol)
+	rows, err := tx.Query(ctx, fmt.Sprintf("EXPLAIN (ANALYZE, %sTIMING OFF, COSTS OFF) EXECUTE look (NULL, %d, '%s', 100, NULL, 1, 0, 16384%s)", with, after, since, late), pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
 	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)

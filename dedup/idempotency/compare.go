@@ -66,7 +66,7 @@ func (f *Flow[S]) Compare(ctx context.Context, phase string, ledger Ledger) ([]D
 	for _, reference := range references {
 		acted[reference] = true
 	}
-	rows, err := o.pool.Query(ctx, o.sql.flow.compare, o.cfg.Operation, phase, since.Add(compareMargin), now)
+	rows, err := o.pool.Query(ctx, o.sql[compareSQL], o.cfg.Operation, phase, since.Add(compareMargin), now)
 	if err != nil {
 		return nil, fmt.Errorf("read the keys: %w", err)
 	}

@@ -140,7 +140,7 @@ func (t *tally) add(done bool, err error) {
 
 // complete starts to resume a page of flows, and reports the result of each.
 func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report func(finished bool, err error)) error {
-	page, err := f.page(ctx, f.op.sql.flow.abandoned, max(completeMax, f.cfg.AtOnceMax))
+	page, err := f.page(ctx, f.op.sql[abandonedSQL], max(completeMax, f.cfg.AtOnceMax))
 	if err != nil {
 		return err
 	}
@@ -189,7 +189,7 @@ func (f *Flow[S]) page(ctx context.Context, sql string, args ...any) ([]due, err
 // resume continues one flow with the stored request.
 func (f *Flow[S]) resume(ctx context.Context, d due) (bool, error) {
 	o, key := f.op, f.key(d)
-	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
+	s, err := read(o.pool.QueryRow(ctx, o.sql[lookSQL], key.Scope, key.Operation, key.Value))
 	if err != nil || s == nil {
 		return false, err
 	}
@@ -221,7 +221,7 @@ func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) er
 	if cause != nil {
 		why = new(text(cause))
 	}
-	if _, err := h.update(ctx, f.op.sql.flow.leave, why, f.cfg.RetryAfter); err != nil {
+	if _, err := h.update(ctx, f.op.sql[leaveSQL], why, f.cfg.RetryAfter); err != nil {
 		return fmt.Errorf("put %v off: %w", key, err)
 	}
 	return nil
@@ -284,7 +284,7 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	var t tally
 	var last due
 	for ctx.Err() == nil {
-		page, err := f.page(ctx, f.op.sql.flow.undecidedKeys, last.Created, last.Scope, last.Value, reconcileMax)
+		page, err := f.page(ctx, f.op.sql[undecidedKeysSQL], last.Created, last.Scope, last.Value, reconcileMax)
 		t.add(false, err)
 		f.each(ctx, f.reconciling, &group, "reconcile", page, t.add, f.decide)
 		if len(page) < reconcileMax {
@@ -299,7 +299,7 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 // decide asks about one key, and carries out the decision, unless another process decided in between.
 func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
 	key := f.key(u)
-	s, err := read(f.op.pool.QueryRow(ctx, f.op.sql.look, key.Scope, key.Operation, key.Value))
+	s, err := read(f.op.pool.QueryRow(ctx, f.op.sql[lookSQL], key.Scope, key.Operation, key.Value))
 	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 {
 		return false, err
 	}
@@ -366,7 +366,7 @@ func (f *Flow[S]) carryOut(ctx context.Context, key Key, s *stored, phase string
 		happened = &phase
 	}
 	h := newHolder(o, key, s, time.Now())
-	statements := []statement{h.statement(o.sql.flow.decided, happened, data, o.window())}
+	statements := []statement{h.statement(o.sql[decidedSQL], happened, data, o.window())}
 	if s.token++; decision.outcome != nil {
 		finishing, err := h.finishing(nil, *decision.outcome)
 		if err != nil {

@@ -220,8 +220,8 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		asked, made := time.Now(), false
 		var s *stored
 		err := o.claim(ctx, key, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window()).QueryRow(one(&made, nil))
-			batch.Queue(o.sql.look, key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+			batch.Queue(o.sql[claimFlowSQL], key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window()).QueryRow(one(&made, nil))
+			batch.Queue(o.sql[lookSQL], key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
 		})
 		switch {
 		case conflict(err), err == nil && s == nil:
@@ -270,7 +270,7 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	}
 	h, taken, age := newHolder(o, key, s, time.Now()), false, (*float64)(nil)
 	err = o.claim(ctx, key, func(batch *pgx.Batch) {
-		taking := h.statement(o.sql.flow.take, o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
+		taking := h.statement(o.sql[takeFlowSQL], o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
 		batch.Queue(taking.sql, taking.args...).QueryRow(one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age))
 	})
 	if err == nil && !taken || conflict(err) {

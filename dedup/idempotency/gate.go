@@ -103,7 +103,7 @@ var errNotEnded = errors.New("the work did not return")
 // lookUp answers a request from what is stored, if that determines the answer. It begins no
 // transaction.
 func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok bool, err error) {
-	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
+	s, err := read(o.pool.QueryRow(ctx, o.sql[lookSQL], key.Scope, key.Operation, key.Value))
 	if err != nil {
 		return Response{}, false, fmt.Errorf("look at %v: %w", key, err)
 	}

@@ -102,7 +102,7 @@ type Sealer interface {
 type Operation struct {
 	pool  *pgxpool.Pool
 	cfg   Config
-	sql   queries
+	sql   map[string]string // statements in the schema: see newQueries
 	gate  gate
 	flow  atomic.Bool // NewFlow made its flow
 	owner string      // names this process in locks
@@ -202,7 +202,7 @@ func (o *Operation) complete(k Key) (Key, error) {
 // executed again. Unfinished keys stay: call it again when they are finished.
 func (o *Operation) ForgetScope(ctx context.Context, scope string) (forgotten int64, err error) {
 	for {
-		tag, err := o.pool.Exec(ctx, o.sql.forgetScope, scope, reapMax)
+		tag, err := o.pool.Exec(ctx, o.sql[forgetScopeSQL], scope, reapMax)
 		forgotten += tag.RowsAffected()
 		if err != nil {
 			return forgotten, fmt.Errorf("forget the keys of scope %q: %w", scope, err)

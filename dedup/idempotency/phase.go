@@ -208,7 +208,7 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (s
 		return h.finishing(&phase.Name, *step.response)
 	}
 	data, err := h.o.seal(h.key, "data", data, h.at.sealed)
-	return h.statement(h.o.sql.flow.advance, phase.Name, data), err
+	return h.statement(h.o.sql[advanceSQL], phase.Name, data), err
 }
 
 func (c *FlowConfig[S]) checkDurations() []error {

@@ -91,16 +91,3 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 const compareSQL = `-- idempotency.compare
 SELECT scope, key, state OPERATOR(pg_catalog.=) 'running', $2 = ANY (phases), created_at > $3 AND coalesce(finished_at, phase_since, created_at) < $4
 FROM effectonce.idempotency_keys WHERE operation OPERATOR(pg_catalog.=) $1`
-
-type flowQueries struct {
-	claim, take, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, undecidedKeys, decided, compare               string
-}
-
-func newFlowQueries(in func(string) string) flowQueries {
-	return flowQueries{
-		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
-		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL), compare: in(compareSQL),
-	}
-}

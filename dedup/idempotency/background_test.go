@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -73,6 +74,14 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate, "a later release must not repeat the call")
 }
 
+// reap forgets what is over.
+func reap(t *testing.T, pool *pgxpool.Pool) idempotency.Reaped {
+	t.Helper()
+	reaped, err := idempotency.Reap(t.Context(), pool, "")
+	require.NoError(t, err)
+	return reaped
+}
+
 // Property: finished keys are forgotten when their window is over by the database's clock, of all
 // operations and by any replica; unfinished ones, and those that are remembered forever, never. Row
 // H16 of guarantees.md.
@@ -90,14 +99,10 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	flow := newFlow(t, short, idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
 	_, err = flow.Do(t.Context(), key("unfinished"), nil)
 	require.Error(t, err)
-	reaped, err := short.Reap(t.Context())
-	require.NoError(t, err)
-	require.Zero(t, reaped)
+	require.Zero(t, reap(t, pool))
 	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 year', finished_at = finished_at - interval '1 year', expires_at = expires_at - interval '61 seconds'`)
 	require.NoError(t, err)
-	reaped, err = forever.Reap(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, 1, reaped)
+	require.Equal(t, idempotency.Reaped{Forgotten: 1, Doubted: 1}, reap(t, pool))
 	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	response, err := short.Once(t.Context(), key("a"), insertOnce("a"))
 	require.NoError(t, err)
@@ -130,9 +135,7 @@ func TestFlowsThatNothingCanFinish(t *testing.T) {
 	do("locked", fails, ends("ship"))
 	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '25 hours', locked_until = CASE key WHEN 'locked' THEN clock_timestamp() + interval '1 hour' END`)
 	require.NoError(t, err)
-	reaped, err := newOperation(t, pool, idempotency.Config{}).Reap(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, 1, reaped)
+	require.Equal(t, idempotency.Reaped{Forgotten: 1, Doubted: 2}, reap(t, pool))
 	for value, state := range map[string]string{"nothing": "missing", "called": "abandoned", "begun": "abandoned", "stored": "running", "locked": "running"} {
 		require.Equal(t, state, stateOf(t, pool, value), value)
 	}
@@ -357,9 +360,7 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	pgtest.Exec(t, conn.Conn(), `ANALYZE effectonce.idempotency_keys`)
 	require.Contains(t, pgtest.Plan(t, conn.Conn(), idempotency.ReapSQL, 1000), `Index Cond: (expires_at <=`, "not all that are within their windows")
 	conn.Release()
-	reaped, err := o.Reap(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, 10, reaped)
+	require.NoError(t, o.ReapAndLog(t.Context()))
 	require.Equal(t, 1000, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned'`))
 	require.Equal(t, 19_990, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	require.Contains(t, log.String(), "keys need a person")
@@ -434,7 +435,7 @@ func TestUnreachableDatabaseIsReported(t *testing.T) {
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 		return idempotency.Unknown(), nil
 	}}, []idempotency.Phase[payment]{ends("ship")})
-	_, reap := op.Reap(t.Context())
+	_, reap := idempotency.Reap(t.Context(), pgtest.NoPool(t), "")
 	_, once := op.Once(t.Context(), key("01900000-0000-7000-8000-000000000000"), insertOnce("k")) // an old key, which is looked up first
 	_, do := flow.Do(t.Context(), key("k"), nil)
 	_, complete := flow.Complete(t.Context())

@@ -49,7 +49,10 @@ func (o *Operation) Run(ctx context.Context) {
 }
 
 func (o *Operation) reap(ctx context.Context) error {
-	_, err := o.Reap(ctx)
+	all, err := Reap(ctx, o.pool, o.cfg.Schema)
+	if all.Doubted > 0 {
+		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
+	}
 	return err
 }
 
@@ -68,23 +71,13 @@ func (o *Operation) logFailure(ctx context.Context, err error) {
 	}
 }
 
-// Reap forgets keys of all operations whose window is over, by the database's clock, in small
-// transactions, and returns how many: finished ones, and unfinished ones that nothing can finish and of
-// which nothing happened. If something may have happened, they are abandoned. Flows whose request is
-// stored stay.
-func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
-	all, err := Reap(ctx, o.pool, o.cfg.Schema)
-	if all.Doubted > 0 {
-		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
-	}
-	return all.Forgotten, err
-}
-
 // Reaped is what Reap did: how many keys it forgot, and how many need a person's decision now.
 type Reaped struct{ Forgotten, Doubted int64 }
 
-// Reap is Operation.Reap for programs that have no operation. db is not in a transaction; an empty schema
-// is the default.
+// Reap forgets keys of all operations whose window is over, by the database's clock, in small
+// transactions: finished ones, and unfinished ones that nothing can finish and of which nothing
+// happened. If something may have happened, they are abandoned. Flows whose request is stored stay.
+// db is not in a transaction; an empty schema is the default. Operation.Run and Flow.Run call it.
 func Reap(ctx context.Context, db dedup.Querier, schema string) (all Reaped, err error) {
 	if schema, err = (migrations.Options{Schema: schema}).Resolve(); err != nil {
 		return all, err

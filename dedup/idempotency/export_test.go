@@ -1,6 +1,11 @@
 package idempotency
 
+import "context"
+
 const ReapSQL = reapSQL
+
+// ReapAndLog is one run of the loop that forgets keys.
+func (o *Operation) ReapAndLog(ctx context.Context) error { return o.reap(ctx) }
 
 // Waiting is how many requests wait for a key of this operation, and how many keys and scopes are
 // asked for.

@@ -273,9 +273,9 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 func TestWrongSettings(t *testing.T) {
 	t.Parallel()
 	_, err := idempotency.New(nil, idempotency.Config{
-		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, Isolation: "snapshot",
+		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, ResponseBytesMax: -1, Isolation: "snapshot",
 	})
-	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "Isolation snapshot"} {
+	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "ResponseBytesMax -1", "Isolation snapshot"} {
 		require.ErrorContains(t, err, field)
 	}
 	pool := pgtest.NoPool(t)

@@ -101,7 +101,7 @@ func (h *holder) finishing(phase *string, response Response) (statement, error) 
 // committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
 	s, tag := h.statement(sql, args...), pgconn.CommandTag{}
-	err := h.o.repeat(ctx, func() (err error) {
+	err := repeat(ctx, func() (err error) {
 		tag, err = h.o.pool.Exec(ctx, s.sql, s.args...)
 		return err
 	})

@@ -37,7 +37,7 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 		return o.answered(Response{}, err)
 	}
 	return o.answered(o.inTurn(ctx, key, func() (response Response, err error) {
-		err = o.repeat(ctx, func() error {
+		err = repeat(ctx, func() error {
 			response, err = o.once(ctx, key, work)
 			return err
 		})
@@ -45,11 +45,14 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	}))
 }
 
+// retriesMax bounds how often a transaction is retried at once after a serialization failure or a deadlock.
+const retriesMax = 10
+
 // repeat calls f again after a serialization failure or a deadlock.
-func (o *Operation) repeat(ctx context.Context, f func() error) error {
+func repeat(ctx context.Context, f func() error) error {
 	for attempt := 1; ; attempt++ {
 		err := f()
-		if err == nil || attempt > o.cfg.Retries || !conflict(err) {
+		if err == nil || attempt > retriesMax || !conflict(err) {
 			return err
 		}
 		if !pause.For(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret

@@ -39,9 +39,6 @@ type Config struct {
 	StatementTimeout, LockTimeout, IdleTimeout time.Duration
 	// Isolation of the transactions of the work. Default read committed.
 	Isolation pgx.TxIsoLevel
-	// Retries is how often a transaction is retried at once after a serialization failure or a
-	// deadlock. 1 to 100; default 5.
-	Retries int
 	// Strict stores the first outcome even if it is a failure that a retry could fix: Failed makes
 	// the response. Default: such a failure stores nothing, and the next request executes.
 	Strict bool
@@ -140,7 +137,6 @@ func (c Config) withDefaults() (Config, error) {
 		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)...)
 	problems = append(problems, bounds.Ints(
-		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
 		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
 	switch c.Isolation {

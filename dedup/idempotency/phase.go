@@ -38,8 +38,8 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
-	response := step.response                 // as the call left it
-	return h.o.repeat(writing, func() error { //nolint:contextcheck // its writes do not end with the caller
+	response := step.response             // as the call left it
+	return repeat(writing, func() error { //nolint:contextcheck // its writes do not end with the caller
 		var again S // each run starts with the state after the call
 		if err := json.Unmarshal(learnt, &again); err != nil {
 			return fmt.Errorf("read the state of %v: %w", h.key, err)

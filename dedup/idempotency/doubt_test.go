@@ -183,8 +183,9 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	}
 	reconcile(0, 0, 0, "")
 	reconcile(10*time.Second, 0, 1, "panic: reconciler")
+	reconcile(0, 0, 1, "")
 	answer = idempotency.Unknown
-	reconcile(0, 0, 2, "")
+	reconcile(time.Hour, 0, 2, "")
 	reconcile(0, 0, 2, "")
 	taken := `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1` // by a person, meanwhile: the decision does not count
 	answer = func() idempotency.Decision {

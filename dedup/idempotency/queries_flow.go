@@ -75,8 +75,8 @@ ORDER BY coalesce(retry_at, created_at) LIMIT $3`
 // doubt has no flow, and no phase to continue at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, created_at, coalesce(error, '') FROM effectonce.idempotency_keys
-WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($3, $4, $5)
-  AND flow OPERATOR(pg_catalog.=) $2 ORDER BY created_at, scope, key LIMIT $6`
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp())
+  AND flow OPERATOR(pg_catalog.=) $2 ORDER BY created_at LIMIT $3`
 
 // decidedSQL returns a key to its phases. $5 is the phase whose call happened, with $6 as the state
 // behind it.

@@ -51,9 +51,9 @@
 // and the scope is the caller that authentication accepted. Let the scope be the principal if
 // callers of one tenant must not see each other's responses.
 //
-// Put it in front of everything that reads the body. A request whose body was read before, even in
-// part, is refused with 500, if it declared its length or was parsed as a form. For a chunked body
-// this cannot be detected.
+// Put it in front of everything that reads the body. A request whose whole body was read before is
+// refused with 500, if it declared its length or was parsed as a form. For other chunked bodies, and
+// for bodies that were read in part, this cannot be detected.
 //
 // Put it inside of what compresses, logs or measures: the whole response arrives at once. What
 // recovers panics belongs outside, too: if a panic is recovered inside, after the response was

@@ -81,26 +81,14 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		refuse(w, serving.ReadTimeout, 0)
 	case err != nil:
 		refuse(w, serving.Unreadable, 0)
-	case consumed(r, len(content)):
-		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which needs it to distinguish requests: it is refused; "+
+	case len(content) == 0 && (r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil): // a form of the query alone does not count
+		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request was read before this middleware, which needs it to distinguish requests: it is refused; "+
 			"put the middleware in front of what reads the body")
 		refuse(w, serving.Internal, 0)
 	default:
 		return content, true
 	}
 	return nil, false
-}
-
-// consumed reports whether an outer layer has read some of the body, of which left bytes remain; a
-// form of the query alone does not count. A body that an outer layer decoded may be shorter than
-// its declared length. If a chunked body was read, but not parsed as a form, this cannot be
-// detected.
-func consumed(r *http.Request, left int) bool {
-	if left == 0 {
-		return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
-	}
-	decoded := r.Header.Get("Content-Encoding") != "" || r.Header.Get("Content-Length") == ""
-	return r.ContentLength > int64(left) && !decoded
 }
 
 // serve executes the request and answers it.

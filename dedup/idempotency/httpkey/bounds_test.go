@@ -128,8 +128,9 @@ func TestNoTransactionWithoutMiddleware(t *testing.T) {
 }
 
 // Property: a body that an outer layer has read is not taken for an empty one, under which all
-// requests with a key would look the same: they are refused, and the log gives the remedy. A layer that looks for a form where there is none, decodes the
-// body, or restores it, does no harm. Row H6 of guarantees.md.
+// requests with a key would look the same: they are refused, and the log gives the remedy. A layer
+// that looks for a form where there is none, decodes the body, or restores it, does no harm. Row H6 of
+// guarantees.md.
 func TestBodyThatWasReadBefore(t *testing.T) {
 	t.Parallel()
 	const form, text = "application/x-www-form-urlencoded", "text/plain"

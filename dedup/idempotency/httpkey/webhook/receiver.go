@@ -101,9 +101,6 @@ func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) answer 
 	}
 	a.id, a.kind = event.ID, event.Type
 	event.key = idempotency.Key{Scope: r.cfg.Sender, Operation: r.cfg.Idempotency.Operation, Value: event.ID}
-	if r.cfg.CompareBody {
-		event.key.Fingerprint = idempotency.NewFingerprint(event.Body)
-	}
 	r.once(request.Context(), event, &a)
 	return a
 }
@@ -200,7 +197,7 @@ func (a *answer) refuse(err error) {
 		a.status = http.StatusRequestEntityTooLarge
 	case errors.Is(err, ErrSlow):
 		a.status = http.StatusRequestTimeout
-	case problem == serving.TooManyWaiting, problem == serving.KeyInProgress, problem == serving.KeyReused:
+	case problem == serving.TooManyWaiting, problem == serving.KeyInProgress:
 		a.status, a.retryAfter = problem.Describe().Status, after
 	default:
 		a.status, a.retryAfter = http.StatusServiceUnavailable, retryAfter

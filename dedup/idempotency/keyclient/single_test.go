@@ -286,13 +286,14 @@ func unknown(cfg keyclient.TransportConfig) keyclient.TransportConfig {
 	return quick(cfg)
 }
 
-// Property: a server that ignores keys acts once, whatever it answers, even if it closes a reused
-// connection: with the default settings a request is sent once. The error says so, and has the key.
+// Property: a server that ignores keys acts once, whatever it answers, a redirect among it, even if it closes a
+// reused connection: with the default settings a request is sent once. The error says so, and has the key.
 func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
 	t.Parallel()
-	for _, status := range []int{408, 409, 425, 429, 500, 502, 503, 504} {
+	for _, status := range []int{307, 308, 408, 409, 425, 429, 500, 502, 503, 504} {
 		s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Retry-After", "0")
+			w.Header().Set("Location", "/elsewhere")
 			w.WriteHeader(status)
 		})
 		got, _, err := do(t.Context(), t, newClient(t, unknown(keyclient.TransportConfig{AttemptsMax: 3})), http.MethodPost, s.URL, "x")

@@ -27,10 +27,8 @@ import (
 // method is POST or PATCH. One without a key is passed to base unchanged. One with a key, to a server in
 // Honours, is sent again if there is no response, for 408, 425, 429, 500, 502, 503 and 504, and for 409 with
 // Retry-After, if it has no body or a GetBody; not with Idempotent-Replayed: true, whatever the status,
-// which is stored and will not change. To any other server it is sent once.
-//
-// In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent once, as by
-// Single. When the attempts or the time of the request's context are used up, the last response is
+// which is stored and will not change. To any other server, and in the Call of an AtMostOnce phase
+// (idempotency.CalledOnce), it is sent once, as by Single. When the attempts or the time of the request's context are used up, the last response is
 // returned as it is, or an UnansweredError if there was none. If the body of a response breaks off,
 // send the request again under the key, which response.Request has in its header.
 //
@@ -72,10 +70,10 @@ type TransportConfig struct {
 	Honours []string
 	// AttemptsMax is the maximum number of attempts of a request. 1 to 100; default 6.
 	AttemptsMax int
-	// BackoffMin and BackoffMax bound the pauses: the pause before attempt n+1 is random, up to
-	// BackoffMin·2ⁿ⁻¹, at most BackoffMax (full jitter). A server whose Retry-After is longer than
-	// BackoffMax is not asked again. 1 ms to 1 h; default 100 ms and 10 s.
-	BackoffMin, BackoffMax time.Duration
+	// BackoffMax bounds the pauses: the pause before attempt n+1 is random, up to 100 ms·2ⁿ⁻¹, at most
+	// BackoffMax (full jitter). A server whose Retry-After is longer than BackoffMax is not asked again.
+	// 1 ms to 1 h; default 10 s.
+	BackoffMax time.Duration
 	// Logger gets retries. It never gets a key. Default: none.
 	Logger *slog.Logger
 }
@@ -83,11 +81,7 @@ type TransportConfig struct {
 func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	c.Header = http.CanonicalHeaderKey(cmp.Or(c.Header, "Idempotency-Key"))
 	c.Honours = slices.Clone(c.Honours)
-	c.BackoffMin = cmp.Or(c.BackoffMin, 100*time.Millisecond)
-	problems := bounds.Durations(
-		bounds.Duration{Field: "BackoffMin", Value: &c.BackoffMin, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: max(10*time.Second, c.BackoffMin), Min: c.BackoffMin, Max: time.Hour},
-	)
+	problems := bounds.Durations(bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour})
 	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
 	for _, server := range c.Honours {
 		if named, err := url.Parse("//" + server); err != nil || named.Host != server || named.Hostname() == "" {
@@ -142,7 +136,7 @@ func WithKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, contextKey{}, key)
 }
 
-// RoundTrip implements http.RoundTripper. A request redirected by 307 or 308 keeps its key.
+// RoundTrip implements http.RoundTripper. A request that a server in Honours redirects by 307 or 308 keeps its key.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 	key, err := t.chooseKey(r)
 	if err != nil {
@@ -161,12 +155,10 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 	var response *http.Response
 	attempts, honoured := 1, t.cfg.honours(r.URL)
 	switch {
-	case idempotency.CalledOnce(r.Context()):
+	case idempotency.CalledOnce(r.Context()), key != "" && !honoured:
 		response, err = Single(t.base).RoundTrip(request)
 	case key == "":
 		response, err = t.base.RoundTrip(request)
-	case !honoured:
-		response, err = sendOnce(t.base, request)
 	default:
 		response, attempts, err = t.sendUntilAnswered(request)
 	}
@@ -265,14 +257,16 @@ func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) (wait ti
 	case retryAfter > c.BackoffMax:
 		return retryAfter, false
 	case retryAfter > 0:
-		return retryAfter + rand.N(c.BackoffMin), true //nolint:gosec // jitter needs no secret
+		return retryAfter + rand.N(backoffFirst), true //nolint:gosec // jitter needs no secret
 	}
-	ceiling := c.BackoffMin
+	ceiling := min(backoffFirst, c.BackoffMax)
 	for range attempt - 1 {
 		ceiling = min(2*ceiling, c.BackoffMax)
 	}
 	return rand.N(ceiling + 1), true //nolint:gosec // as above
 }
+
+const backoffFirst = 100 * time.Millisecond
 
 // retryAfter returns the server's Retry-After in seconds, or 0, also for a date.
 func retryAfter(response *http.Response) time.Duration {

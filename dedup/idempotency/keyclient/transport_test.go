@@ -32,7 +32,7 @@ func quick(cfg keyclient.TransportConfig) keyclient.TransportConfig {
 	if cfg.Honours == nil {
 		cfg.Honours = []string{"*"}
 	}
-	cfg.BackoffMin, cfg.BackoffMax = time.Millisecond, 2*time.Millisecond
+	cfg.BackoffMax = 2 * time.Millisecond
 	return cfg
 }
 
@@ -221,13 +221,12 @@ func reset(conn net.Conn) error {
 func TestTransportSettingsAreChecked(t *testing.T) {
 	t.Parallel()
 	_, err := keyclient.NewTransport(nil, keyclient.TransportConfig{
-		AttemptsMax: 101,
-		BackoffMin:  time.Minute, BackoffMax: time.Second,
+		AttemptsMax: 101, BackoffMax: 2 * time.Hour,
 		Honours: []string{"https://bank.example", "", "bank.example/pay", "*", "bank.example:8443", "[::1]:80"},
 	})
 	for _, want := range []string{
 		"AttemptsMax 101: want 1 to 100",
-		"BackoffMax 1s: want 1m0s to 1h0m0s",
+		"BackoffMax 2h0m0s: want 1ms to 1h0m0s",
 		`Honours "https://bank.example": want "host", "host:port" or "*"`, `Honours ""`, `Honours "bank.example/pay"`,
 	} {
 		require.ErrorContains(t, err, want)
@@ -352,7 +351,7 @@ func post(t *testing.T, transport *keyclient.Transport) (*http.Response, error) 
 	return transport.RoundTrip(request)
 }
 
-// Property: the pause before attempt n+1 is anything up to BackoffMin doubled n-1 times, at most
+// Property: the pause before attempt n+1 is anything up to 100 ms doubled n-1 times, at most
 // BackoffMax: never more, and spread over the whole of it, so that clients that failed together do
 // not come back together.
 func TestPausesGrowAndAreSpread(t *testing.T) {
@@ -363,7 +362,7 @@ func TestPausesGrowAndAreSpread(t *testing.T) {
 		for range 100 { // 2⁻¹⁰⁰ is the chance of a failure by chance
 			var attempts []time.Time
 			transport := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
-				transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMin: 100 * time.Millisecond, BackoffMax: time.Second})
+				transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMax: time.Second})
 			_, err := post(t, transport) //nolint:bodyclose // there is none
 			require.Error(t, err)
 			require.Len(t, attempts, len(ceilings)+1)

@@ -29,12 +29,11 @@ func TestNewReportsAllProblems(t *testing.T) {
 	t.Parallel()
 	_, err := httpkey.New(nil, nil, httpkey.Config{
 		Operation:       idempotency.Config{ResponseBytesMax: 100, Failed: func(error) idempotency.Response { return idempotency.Response{} }},
-		PassWithoutKey:  []string{"put", ""},
 		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", `PassWithoutKey "put"`, `PassWithoutKey ""`, "RequestBytesMax -1", "ReadTimeout -1ns",
+		"scope is nil", "pool is nil", "Operation", "RequestBytesMax -1", "ReadTimeout -1ns",
 		"HandlerTimeout 2h0m0s", "Operation.Failed", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
@@ -121,7 +120,7 @@ func TestNoTransactionWithoutMiddleware(t *testing.T) {
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	require.NoError(t, err)
 	for _, use := range []func(){func() { httpkey.Tx(r) }, func() { httpkey.Key(r) }, func() { httpkey.Fail(r, io.EOF) }} {
-		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassWithoutKey", use)
+		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and call TxOf where a request may come without a key", use)
 	}
 	_, there := httpkey.TxOf(r)
 	require.False(t, there)

@@ -30,12 +30,6 @@ type Config struct {
 	// method, path or query is a mismatch. Failed is not allowed: with Strict the handler's response
 	// to a failure is stored.
 	Operation idempotency.Config
-	// PassWithoutKey are the methods that pass through if they come without a key, without a transaction.
-	// With a key, which a client sends because it relies on it, they are executed once, like any other;
-	// other methods get 400 without one. Default PUT and DELETE, which HTTP defines as idempotent. Empty and not nil: none. A handler of
-	// such a method calls TxOf for its transaction: what it writes on another connection is committed
-	// independently of the key, and needs a connection in addition to that of the request.
-	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
 	// ReadTimeout is how long reading a body may take; no database connection is held during it. It
@@ -96,14 +90,6 @@ func (c *Config) check() []error {
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
-	if c.PassWithoutKey == nil {
-		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
-	}
-	for _, method := range c.PassWithoutKey {
-		if !isName(method) || method != strings.ToUpper(method) {
-			problems = append(problems, bounds.Problem("PassWithoutKey", fmt.Sprintf("%q", method), "a method in capitals"))
-		}
-	}
 	for _, name := range c.Headers {
 		switch {
 		case !isName(name):

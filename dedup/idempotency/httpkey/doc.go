@@ -27,8 +27,10 @@
 // passes idempotency.ErrExpired to Fail; that error has the details. If the rows are deleted, or
 // have no such ID, nothing prevents a second execution: make the window longer than clients retry.
 //
-// POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with
-// one. GET, HEAD, OPTIONS and TRACE pass through. See Config.PassWithoutKey.
+// POST and PATCH need a key: without one they get 400. PUT and DELETE, which HTTP defines as idempotent,
+// pass through without one, without a transaction (TxOf), and are executed once with one. GET, HEAD,
+// OPTIONS and TRACE pass through. Where a POST may come without a key, look for the header in front of
+// Middleware.Handler.
 //
 // Calls to other systems do not belong in a transaction: see FlowHandler. Slow work is answered
 // with 202 and done by a consumer: see examples/accepted.
@@ -36,14 +38,8 @@
 // # What this package answers itself
 //
 // The middleware answers with problems of RFC 9457, each with its own type, and fixed texts, which
-// contain neither keys nor errors: see docs/reference/idempotency-keys.md. 409 with Retry-After means that another request is executing
-// under the key, 409 without it that a person has to decide. 422 means that the key belongs to
-// another request, 429 that too many requests of this caller are waiting, 503 that the same key
-// may be retried. 410 means that the request was executed, and
-// that its response was too large to be stored, or is no longer stored.
-//
-// docs/how-to/http-keys.md has a table of all kinds of bad requests, and of requests whose client
-// or server disconnects.
+// contain neither keys nor errors. docs/reference/idempotency-keys.md lists them, and
+// docs/how-to/http-keys.md all kinds of bad requests, and of requests whose client or server disconnects.
 //
 // # Position in the handler chain
 //

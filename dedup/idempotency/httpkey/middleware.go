@@ -6,7 +6,6 @@ import (
 	"errors"
 	"io"
 	"net/http"
-	"slices"
 
 	"github.com/jackc/pgx/v5"
 
@@ -22,7 +21,7 @@ import (
 // its place in the chain of handlers.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
+		keyless := len(r.Header.Values(keyHeader)) == 0 && (r.Method == http.MethodPut || r.Method == http.MethodDelete)
 		// Inside of another middleware, which holds the key already, this one would wait for it.
 		if keyless || serving.Safe(r.Method) || serving.From(r.Context()) != nil {
 			next.ServeHTTP(w, r)

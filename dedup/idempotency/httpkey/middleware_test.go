@@ -28,12 +28,12 @@ import (
 )
 
 // Property: methods that change nothing pass, whether or not they have a key, and those that are
-// idempotent by themselves without one, all without SQL; which ones is configurable.
+// idempotent by themselves without one, all without SQL.
 func TestMethodsThatPassThrough(t *testing.T) {
 	t.Parallel()
 	next := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "passed") })
-	passes := func(cfg httpkey.Config, with string) (methods []string) {
-		s := serve(t, newMiddleware(t, pgtest.NoPool(t), cfg).Handler(next))
+	passes := func(with string) (methods []string) {
+		s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}).Handler(next))
 		for _, method := range []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "POST", "PATCH"} {
 			a, err := s.ask(t.Context(), method, "/", with, "")
 			require.NoError(t, err)
@@ -43,10 +43,8 @@ func TestMethodsThatPassThrough(t *testing.T) {
 		}
 		return methods
 	}
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"}, passes(httpkey.Config{}, ""))
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{}, "k"))
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "POST"}, passes(httpkey.Config{PassWithoutKey: []string{"POST"}}, ""))
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{PassWithoutKey: []string{}}, ""))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"}, passes(""))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes("k"))
 }
 
 // Property: a failure after a success rolls back, stores nothing and is 500, whether the handler

@@ -10,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
@@ -27,67 +26,42 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 			return
 		}
-		if key, body, ok := m.readRequest(w, r); ok {
-			m.serve(w, r, next, key, body)
+		key, body, problem := m.readRequest(w, r)
+		if problem != "" {
+			refuse(w, problem, 0)
+			return
 		}
+		m.serve(w, r, next, key, body)
 	})
 }
 
-// readRequest reads key and body before any SQL, or answers with the reason why it cannot.
-func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
-	scope, ok := m.principal(w, r)
-	if !ok {
-		return idempotency.Key{}, nil, false
+// readRequest reads key and body before any SQL, or returns why it cannot.
+func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (key idempotency.Key, body []byte, problem serving.Problem) {
+	scope, err := m.scope(r)
+	if problem := serving.CheckScope(r.Context(), m.op, scope, err); problem != "" {
+		return key, nil, problem
 	}
 	value, err := ParseKey(r.Header)
-	if err != nil {
-		problem := serving.KeyMalformed
-		if errors.Is(err, ErrNoKey) {
-			problem = serving.KeyMissing
-		}
-		refuse(w, problem, 0)
-		return idempotency.Key{}, nil, false
+	switch {
+	case errors.Is(err, ErrNoKey):
+		return key, nil, serving.KeyMissing
+	case err != nil:
+		return key, nil, serving.KeyMalformed
 	}
-	body, ok := m.read(w, r)
-	if !ok {
-		return idempotency.Key{}, nil, false
+	if body, err = serving.ReadBody(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout); err != nil {
+		problem, _ := serving.ProblemOf(err)
+		return key, nil, problem
+	}
+	if len(body) == 0 && (r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil) { // a form of the query alone does not count
+		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request was read before this middleware, which needs it to distinguish requests: it is refused; "+
+			"put the middleware in front of what reads the body")
+		return key, nil, serving.Internal
 	}
 	fingerprint, err := m.fingerprint(r, body)
 	if err != nil {
-		refuse(w, serving.Unreadable, 0)
-		return idempotency.Key{}, nil, false
+		return key, nil, serving.Unreadable
 	}
-	return m.op.Key(scope, value, fingerprint), body, true
-}
-
-// principal returns the scope of a request, or answers with the reason why there is none.
-func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
-	scope, err := m.scope(r)
-	problem := serving.CheckScope(r.Context(), m.op, scope, err)
-	if problem != "" {
-		refuse(w, problem, 0)
-	}
-	return scope, problem == ""
-}
-
-// read reads the body within its bounds, or answers with the reason why it cannot.
-func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
-	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
-	switch {
-	case errors.Is(err, bodies.ErrTooLarge):
-		refuse(w, serving.TooLarge, 0)
-	case errors.Is(err, bodies.ErrSlow):
-		refuse(w, serving.ReadTimeout, 0)
-	case err != nil:
-		refuse(w, serving.Unreadable, 0)
-	case len(content) == 0 && (r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil): // a form of the query alone does not count
-		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request was read before this middleware, which needs it to distinguish requests: it is refused; "+
-			"put the middleware in front of what reads the body")
-		refuse(w, serving.Internal, 0)
-	default:
-		return content, true
-	}
-	return nil, false
+	return m.op.Key(scope, value, fingerprint), body, ""
 }
 
 // serve executes the request and answers it.

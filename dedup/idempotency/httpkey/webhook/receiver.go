@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -16,7 +17,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
@@ -110,12 +110,9 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 	if err := r.cfg.Scheme.once(request.Header); err != nil {
 		return Event{}, err
 	}
-	body, err := bodies.Read(w, request, r.cfg.BodyBytesMax, readMax)
-	switch {
-	case errors.Is(err, ErrTooLarge), errors.Is(err, ErrSlow):
+	body, err := serving.ReadBody(w, request, r.cfg.BodyBytesMax, readMax)
+	if err != nil {
 		return Event{}, err
-	case err != nil:
-		return Event{}, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
 	}
 	event, err := r.cfg.Scheme.verify(request.Header, body)
 	if err != nil {
@@ -193,11 +190,7 @@ func (a *answer) refuse(err error) {
 		a.status = http.StatusUnauthorized
 	case errors.Is(err, ErrStale), errors.Is(err, ErrMalformed), errors.Is(err, idempotency.ErrInvalid):
 		a.status = http.StatusBadRequest
-	case errors.Is(err, ErrTooLarge):
-		a.status = http.StatusRequestEntityTooLarge
-	case errors.Is(err, ErrSlow):
-		a.status = http.StatusRequestTimeout
-	case problem == serving.TooManyWaiting, problem == serving.KeyInProgress:
+	case slices.Contains([]serving.Problem{serving.TooManyWaiting, serving.KeyInProgress, serving.TooLarge, serving.ReadTimeout, serving.Unreadable}, problem):
 		a.status, a.retryAfter = problem.Describe().Status, after
 	default:
 		a.status, a.retryAfter = http.StatusServiceUnavailable, retryAfter

@@ -64,7 +64,7 @@ var answers = map[Problem]Answer{
 // RetryAfter is how long a client waits before it retries, if no better value is known.
 const RetryAfter = time.Second
 
-// ProblemOf returns the problem for an error of the engine, or of a handler, and how long a client
+// ProblemOf returns the problem for an error of the engine, of a handler, or of ReadBody, and how long a client
 // waits before it retries; 0: a retry does not help.
 func ProblemOf(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
@@ -83,6 +83,12 @@ func ProblemOf(err error) (Problem, time.Duration) {
 		return KeyAbandoned, 0
 	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // another replica may be able to read it
 		return Unanswered, RetryAfter
+	case errors.Is(err, ErrTooLarge):
+		return TooLarge, 0
+	case errors.Is(err, ErrSlow):
+		return ReadTimeout, 0
+	case errors.Is(err, ErrUnreadable):
+		return Unreadable, 0
 	case Passing(err):
 		return Unavailable, RetryAfter
 	}

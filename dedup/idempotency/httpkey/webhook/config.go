@@ -81,5 +81,5 @@ func (c Config) withDefaults() (Config, error) {
 
 // refusal is the stored outcome of a refused event.
 func refusal() idempotency.Response {
-	return idempotency.Response{Status: http.StatusOK, Body: []byte(refused)}
+	return idempotency.Response{Status: http.StatusOK, Body: []byte("refused")}
 }

@@ -63,29 +63,23 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(a.retryAfter.Seconds()))))
 	}
 	w.Header().Set("Cache-Control", "no-store")
-	text := http.StatusText(a.status)
-	if a.refused {
-		text = refused
-	}
 	if a.status == http.StatusMethodNotAllowed {
 		w.Header().Set("Allow", http.MethodPost)
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(a.status)
-	_, _ = io.WriteString(w, text+"\n") // a sender that is gone delivers again
+	_, _ = io.WriteString(w, cmp.Or(a.text, http.StatusText(a.status))+"\n") // a sender that is gone delivers again
 }
 
 // answer describes the response to a delivery.
 type answer struct {
 	id, kind   string // of the event; empty if the delivery was not verified
 	status     int
-	refused    bool          // the event, now or before
+	text       string        // stored for the event; empty: that of the status
 	retryAfter time.Duration // zero: none is sent
 	err        error         // why the event was not handled
 }
-
-const refused = "refused"
 
 // receive reads and verifies a delivery before it acquires a database connection.
 func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) answer {
@@ -145,10 +139,7 @@ func (r *Receiver) once(sender context.Context, event Event, a *answer) {
 	})
 	switch {
 	case err == nil:
-		// An outcome that a person stored (outbox-relay keys finish) may have status 0, and a body
-		// of its own.
-		a.status = cmp.Or(response.Status, http.StatusOK)
-		a.refused = response.BodyDropped || string(response.Body) == refused
+		a.status, a.text = cmp.Or(response.Status, http.StatusOK), string(response.Body) // 0: a person may have stored it (outbox-relay keys finish)
 		if !response.Replayed {
 			a.err = failure
 		}

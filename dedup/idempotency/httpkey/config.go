@@ -62,16 +62,12 @@ type Middleware struct {
 // The caller owns the pool, which must connect to the primary.
 func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	problems := cfg.check()
-	if scope == nil {
-		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a request"))
-	}
 	m := &Middleware{scope: scope, cfg: cfg, keep: map[string]bool{}}
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
-	op, err := serving.New(pool, m.cfg.Operation, failed, m.cfg.HandlerTimeout)
-	problems = append(problems, err)
-	if err := errors.Join(problems...); err != nil {
+	op, err := serving.New(pool, m.cfg.Operation, failed, scope != nil, m.cfg.HandlerTimeout)
+	if err := errors.Join(append(problems, err)...); err != nil {
 		return nil, err
 	}
 	m.op = op

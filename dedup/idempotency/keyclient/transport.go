@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -64,9 +63,9 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 type TransportConfig struct {
 	// Header that carries the key. Default "Idempotency-Key".
 	Header string
-	// Honours are the servers that honour keys, as in the addresses of requests: "bank.example" (at
-	// any port), "bank.example:8443", or "*" for all. Only requests to them are retried, even if the
-	// server may have acted; a server that ignores keys would act again. Default: none.
+	// Honours are the hosts that honour keys, without a port, as in the addresses of requests:
+	// "bank.example", or "*" for all. Only requests to them are retried, even if the server may have
+	// acted; a server that ignores keys would act again. Default: none.
 	Honours []string
 	// AttemptsMax is the maximum number of attempts of a request. 1 to 100; default 6.
 	AttemptsMax int
@@ -83,22 +82,10 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	c.Honours = slices.Clone(c.Honours)
 	problems := bounds.Durations(bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour})
 	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
-	for _, server := range c.Honours {
-		if named, err := url.Parse("//" + server); err != nil || named.Host != server || named.Hostname() == "" {
-			problems = append(problems, bounds.Problem("Honours", fmt.Sprintf("%q", server), `"host", "host:port" or "*"`))
-		}
-	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c, errors.Join(problems...)
-}
-
-// honours reports whether the caller stated that a server honours keys.
-func (c TransportConfig) honours(address *url.URL) bool {
-	return slices.ContainsFunc(c.Honours, func(server string) bool {
-		return server == "*" || strings.EqualFold(server, address.Host) || strings.EqualFold(strings.Trim(server, "[]"), address.Hostname())
-	})
 }
 
 // UnansweredError is a request that the server may or may not have executed. If Honoured, it is
@@ -153,7 +140,8 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 		request.Header.Set(t.cfg.Header, key)
 	}
 	var response *http.Response
-	attempts, honoured := 1, t.cfg.honours(r.URL)
+	attempts := 1
+	honoured := slices.ContainsFunc(t.cfg.Honours, func(host string) bool { return host == "*" || strings.EqualFold(host, r.URL.Hostname()) })
 	switch {
 	case idempotency.CalledOnce(r.Context()), key != "" && !honoured:
 		response, err = Single(t.base).RoundTrip(request)

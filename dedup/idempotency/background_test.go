@@ -62,10 +62,10 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 	asked := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{GiveUpAfter: 10 * time.Hour}, []idempotency.Phase[payment]{
 		calls(false, func(*step) error { return errSilent }), ends("ship"),
 	})
-	for range 2 { // CallAgainMax counts
+	for range 2 { // the age of the call counts
 		_, err = asked.Do(t.Context(), key("asked"), nil)
 		require.ErrorIs(t, err, errSilent)
-		passes(t, pool, 11*time.Hour)
+		passes(t, pool, 9*time.Hour)
 	}
 	once := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		calls(true, func(*step) error { return nil }), ends("ship"),
@@ -286,22 +286,15 @@ func TestWrongSettings(t *testing.T) {
 		require.ErrorContains(t, err, problem)
 	}
 	type flow = idempotency.FlowConfig[payment]
-	call := func(age time.Duration, atMostOnce bool) idempotency.Phase[payment] {
-		return idempotency.Phase[payment]{Name: "charge", AtMostOnce: atMostOnce, CallAgainMax: age, Call: func(context.Context, *step) error { return nil }}
-	}
-	without := ends("charge")
-	without.CallAgainMax = time.Hour
 	for want, c := range map[string]struct {
 		op    idempotency.Config
 		cfg   flow
 		phase idempotency.Phase[payment]
 	}{
-		`CallAgainMax of phase "charge" 30s: want 1m0s to 87600h0m0s`:    {phase: call(30*time.Second, false)},
-		`CallAgainMax of phase "charge" 2m0s: want 1h0m0s to 87600h0m0s`: {cfg: flow{CallMax: time.Hour}, phase: call(2*time.Minute, false)},
-		`CallAgainMax of phase "charge" 1h0m0s: want none`:               {phase: call(time.Hour, true)},
-		`CallAgainMax of phase "charge" 1h0m0s: want none:`:              {phase: without},
-		`AtOnceMax 1001: want 1 to 1000`:                                 {cfg: flow{AtOnceMax: 1001}, phase: ends("charge")},
-		"Isolation":                                                      {op: idempotency.Config{Isolation: pgx.Serializable}, phase: ends("all")},
+		`GiveUpAfter 30s: want 1m0s to 87600h0m0s`:    {cfg: flow{GiveUpAfter: 30 * time.Second}, phase: ends("charge")},
+		`GiveUpAfter 2m0s: want 1h0m0s to 87600h0m0s`: {cfg: flow{CallMax: time.Hour, GiveUpAfter: 2 * time.Minute}, phase: ends("charge")},
+		`AtOnceMax 1001: want 1 to 1000`:              {cfg: flow{AtOnceMax: 1001}, phase: ends("charge")},
+		"Isolation":                                   {op: idempotency.Config{Isolation: pgx.Serializable}, phase: ends("all")},
 	} {
 		_, err := idempotency.NewFlow(newOperation(t, pool, c.op), c.cfg, c.phase)
 		require.ErrorContains(t, err, want)

@@ -42,9 +42,12 @@ type FlowConfig[S any] struct {
 	// free again, for another worker, or in doubt (AtMostOnce), and what the call returns later is lost.
 	// An AtMostOnce call must respect its context: otherwise it may act after the key was decided.
 	CallMax time.Duration
-	// GiveUpAfter is how long a flow is tried, counted from its request, or from its last phase or
-	// decision. Then it is abandoned (ErrAbandoned): a person decides. Once a call may have been
-	// made, Phase.CallAgainMax counts instead. 1 min to 10 years; default 22 h.
+	// GiveUpAfter is how long a flow is tried, by the database's clock, counted from its request, or from
+	// its last phase or decision. Then it is abandoned (ErrAbandoned): a person decides. Once a call may
+	// have been made, its age counts instead: an older one is not repeated, and the key becomes
+	// indeterminate. After NotDone, a context that ended before the call, or a decision that it did not
+	// happen, a call has no age. 1 min, or CallMax if that is more, to 10 years; default 22 h: many systems
+	// forget idempotency keys after 24 h.
 	GiveUpAfter time.Duration
 	// RetryAfter is how long the completer waits after a flow failed, or after it met phases that
 	// it does not know. It doubles with each attempt, up to a hundred times its value. 1 ms to 1 h;
@@ -77,12 +80,6 @@ type Phase[S any] struct {
 	// open. After a crash it may be repeated, with the same key. Its results go into step.State.
 	// Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
-	// CallAgainMax: the call is not repeated when the phase began longer ago than this, by the
-	// database's clock; the key becomes indeterminate instead. 1 min, or CallMax if that is more, to
-	// 10 years; default 22 h: many systems forget idempotency keys after 24 h. After NotDone, a
-	// context that ended before the call, or a decision that it did not happen, the clock restarts.
-	// Not with AtMostOnce, whose call is not repeated.
-	CallAgainMax time.Duration
 	// AtMostOnce means that the foreign system does not deduplicate: a call whose outcome is
 	// unknown is never repeated automatically, and makes the key indeterminate. Any error of Call
 	// counts as unknown, unless it is NotDone or Final, or an error of keyclient.Single before there
@@ -134,8 +131,7 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
 	}
-	for i := range f.phases {
-		phase := &f.phases[i]
+	for i, phase := range f.phases {
 		switch {
 		case phase.Name == "" || len(phase.Name) > keyBytesMax || !readable(phase.Name):
 			problems = append(problems, fmt.Errorf("name of phase %d: want 1 to %d bytes of UTF-8 without control characters", i, keyBytesMax))
@@ -145,12 +141,6 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 			problems = append(problems, fmt.Errorf("phase %q does nothing: want Call or Write", phase.Name))
 		case phase.AtMostOnce && phase.Call == nil:
 			problems = append(problems, fmt.Errorf("phase %q is AtMostOnce and has no Call", phase.Name))
-		case (phase.AtMostOnce || phase.Call == nil) && phase.CallAgainMax != 0:
-			problems = append(problems, bounds.Problem(fmt.Sprintf("CallAgainMax of phase %q", phase.Name), phase.CallAgainMax, "none: it has no call that may be made again"))
-		case phase.Call != nil && !phase.AtMostOnce:
-			problems = append(problems, bounds.Durations(bounds.Duration{
-				Field: fmt.Sprintf("CallAgainMax of phase %q", phase.Name), Value: &phase.CallAgainMax, Default: 22 * time.Hour, Min: max(time.Minute, f.cfg.CallMax), Max: 10 * 365 * 24 * time.Hour,
-			})...)
 		}
 		f.names = append(f.names, phase.Name)
 	}

@@ -43,8 +43,6 @@ type Config struct {
 	// Headers of responses to store and replay, in addition to ReplayedHeaders: none that may not be
 	// shown again (tokens), and none that idempotency.NeverStored reports.
 	Headers []string
-	// Outcome decides by the status what happens to a response. Default: DefaultOutcome.
-	Outcome func(status int) Outcome
 	// Fingerprint returns the part of the body that distinguishes requests; method, path, query and
 	// media type always count. An error is answered with 400. Default: Canonical.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
@@ -93,9 +91,6 @@ func (c *Config) check() []error {
 		case idempotency.NeverStored(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
 		}
-	}
-	if c.Outcome == nil {
-		c.Outcome = DefaultOutcome
 	}
 	if c.Fingerprint == nil {
 		c.Fingerprint = Canonical

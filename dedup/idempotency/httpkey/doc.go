@@ -12,9 +12,10 @@
 //
 // # What is kept
 //
-// DefaultOutcome decides by the status: 2xx and 3xx are committed and stored. A 4xx that a retry
-// would get again is stored, and the handler's writes are rolled back. 401, 403, 408, 409, 423,
-// 425, 429 and 5xx store nothing and free the key. A panic rolls back and is passed on. The status,
+// The status decides: 2xx and 3xx are committed and stored. A 4xx that a retry would get again is
+// stored, and the handler's writes are rolled back. 401, 403, 408, 409, 423, 425, 429 and 5xx store
+// nothing and free the key: a retry may succeed. To store another status, pass an idempotency.Final to
+// Fail. A panic rolls back and is passed on. The status,
 // the body, and the headers of ReplayedHeaders and Config.Headers are stored; those that
 // idempotency.NeverStored reports, such as Set-Cookie, never are. At a replay a header that an outer
 // layer has set stays, unless it describes the body (Content-Type and the like). CORS headers and

@@ -84,14 +84,13 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		answered = response
 		response.Header = m.kept(response.Header)
 		kept = response
-		switch m.cfg.Outcome(response.Status) {
-		case Commit:
+		switch stored, committed := outcome(response.Status); {
+		case committed:
 			return response, nil
-		case Refuse:
+		case stored:
 			return response, idempotency.Final(response, &forgottenError{response})
-		default:
-			return response, &forgottenError{response}
 		}
+		return response, &forgottenError{response}
 	})
 	var forgotten *forgottenError
 	switch {

@@ -74,6 +74,26 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate, "a later release must not repeat the call")
 }
 
+// Property: the completer waits after a failure for as long as the flow was tried since its last phase: at least
+// RetryAfter, at most a hundred times that.
+func TestPauseGrowsWithTheAge(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Minute}, []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }},
+		{Name: "stock", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
+		ends("ship"),
+	})
+	for _, c := range [][2]time.Duration{{0, time.Minute}, {10 * time.Minute, 10 * time.Minute}, {10 * time.Hour, 100 * time.Minute}} {
+		passes(t, pool, c[0])
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, errAway)
+		var pause float64
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT extract(epoch FROM retry_at - clock_timestamp())::float8 FROM effectonce.idempotency_keys`).Scan(&pause))
+		require.InDelta(t, c[1].Seconds(), pause, 50)
+	}
+}
+
 // reap forgets what is over.
 func reap(t *testing.T, pool *pgxpool.Pool) idempotency.Reaped {
 	t.Helper()

@@ -180,7 +180,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key, s *stored, _ due) (bool, 
 	}
 	request, err := f.op.open(key, "request", s.request, s.sealed)
 	if err != nil {
-		return false, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+		return false, errors.Join(err, h.unlock(ctx, err, f.cfg.RetryAfter, false))
 	}
 	_, err = f.op.answered(f.drive(ctx, h, request))
 	return err == nil, err

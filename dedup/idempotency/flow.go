@@ -49,9 +49,9 @@ type FlowConfig[S any] struct {
 	// happen, a call has no age. 1 min, or CallMax if that is more, to 10 years; default 22 h: many systems
 	// forget idempotency keys after 24 h.
 	GiveUpAfter time.Duration
-	// RetryAfter is how long the completer waits after a flow failed, or after it met phases that
-	// it does not know. It doubles with each attempt, up to a hundred times its value. 1 ms to 1 h;
-	// default 5 s.
+	// RetryAfter is how long the completer waits at least after a flow failed, or after it met phases
+	// that it does not know: as long as the flow was tried so far, so that the pause doubles each time, up
+	// to a hundred times this value. 1 ms to 1 h; default 5 s.
 	RetryAfter time.Duration
 	// AtOnceMax is how many flows Run and Complete execute at a time, and how many keys are
 	// reconciled at a time. None of them holds a connection while it waits for a foreign system. 1
@@ -303,7 +303,7 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 	defer stop()
 	step, err := f.step(h, request)
 	if err != nil {
-		return Response{}, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+		return Response{}, errors.Join(err, h.unlock(ctx, err, f.cfg.RetryAfter, false))
 	}
 	for _, phase := range f.phases[len(h.at.phases):] {
 		if err := f.phase(ctx, h, step, phase); err != nil {
@@ -340,11 +340,6 @@ func (f *Flow[S]) state(key Key, s *stored) (state S, err error) {
 	return state, err
 }
 
-// retryAfter is how long the completer waits before it resumes a flow that failed.
-func (f *Flow[S]) retryAfter(h *holder) time.Duration {
-	return f.cfg.RetryAfter * time.Duration(min(1<<min(h.at.attempts-1, 10), 100))
-}
-
 // settle decides what a failed phase means for the key.
 func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen bool) (Response, error) {
 	var final *FinalError
@@ -355,7 +350,7 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 	case errors.As(cause, &final):
 		err := h.finish(ctx, final.Response)
 		if err != nil && !errors.Is(err, ErrLockLost) && !errors.Is(err, ErrUnanswered) {
-			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+			err = errors.Join(err, h.unlock(ctx, err, f.cfg.RetryAfter, false))
 		}
 		return final.Response, err
 	case errors.As(cause, &unknown):
@@ -369,5 +364,5 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !errors.Is(cause, errUnwound) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		return f.settle(ctx, h, &FinalError{Response: h.o.failed(ctx, h.key, cause)}, stolen) // what happened is continued instead
 	}
-	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))
+	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.cfg.RetryAfter, !h.called && errors.As(cause, &not)))
 }

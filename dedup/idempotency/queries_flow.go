@@ -26,9 +26,11 @@ UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::in
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
 // unlockSQL removes the record of the call of phase $7, which was not made, and of no other: after a
-// server lost a claim, another call under the same token may be running.
+// server lost a claim, another call under the same token may be running. It postpones the key as leaveSQL does,
+// by the time since its last phase.
 const unlockSQL = `-- idempotency.unlock
-UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
+UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5,
+  retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - coalesce(phase_since, created_at)), 100::float8 * $6::interval),
   calling = nullif(calling::text, $7), call = CASE WHEN calling::text = $7 THEN NULL ELSE call END, calling_since = CASE WHEN calling::text = $7 THEN NULL ELSE calling_since END,
   expires_at = CASE WHEN expires_at IS NOT NULL THEN greatest(expires_at, clock_timestamp() + $8::interval) END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning

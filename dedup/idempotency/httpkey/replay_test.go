@@ -278,7 +278,7 @@ func TestUnfinishedKeys(t *testing.T) {
 	require.Equal(t, "1", a.header.Get("Retry-After"))
 	close(release)
 	require.Equal(t, 201, testwait.Chan(t, "the first answer", first).status)
-	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyAbandoned} {
+	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyUndecided} {
 		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1`, state)
 		require.NoError(t, err)
 		a := s.post(t, "k", "a")

@@ -105,13 +105,6 @@ LEFT JOIN LATERAL (SELECT q.*,
 const holdersSQL = `-- dedup.holders
 SELECT DISTINCT consumer FROM %s`
 
-const othersSQL = `-- dedup.others
-SELECT coalesce(pg_catalog.array_agg(id), '{}') FROM effectonce.consumers WHERE dedup_window IS NOT NULL AND id <> ALL ($1::int[])`
-
-// otherHoldersSQL checks the other consumers, and for that reads every claim of the day.
-const otherHoldersSQL = `-- dedup.other_holders
-SELECT DISTINCT consumer FROM %s WHERE consumer = ANY ($1::int[])`
-
 // markSQL records that claims of messages up to a time may be missing: of the given consumers, or
 // of all that forget.
 const markSQL = `-- dedup.mark

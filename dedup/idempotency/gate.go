@@ -14,12 +14,11 @@ import (
 type gate struct {
 	sync.Mutex
 	lines   map[name]*line
-	waiting map[string]int // waiting requests, by scope
-	running map[name]int   // functions of phases: while one runs that was left behind, nothing is decided
+	running map[name]int // functions of phases: while one runs that was left behind, nothing is decided
 }
 
 func newGate() gate {
-	return gate{lines: map[name]*line{}, waiting: map[string]int{}, running: map[name]int{}}
+	return gate{lines: map[name]*line{}, running: map[name]int{}}
 }
 
 // count adds to the functions that run, and returns their number.
@@ -77,11 +76,8 @@ const (
 	askEvery  = 50 * time.Millisecond
 )
 
-// These bound how many requests of this process wait for one key, and for all keys of one scope.
-const (
-	keyWaitersMax   = 100
-	scopeWaitersMax = 256
-)
+// waitersMax bounds how many requests of this process wait for one key.
+const waitersMax = 100
 
 // errNotEnded is the error of a request that panics, or hangs.
 var errNotEnded = errors.New("the work did not return")
@@ -103,12 +99,11 @@ func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.D
 		return l, o.cfg.WaitMax, nil
 	default:
 	}
-	if l.waiting >= keyWaitersMax || g.waiting[n.scope] >= scopeWaitersMax {
+	if l.waiting >= waitersMax {
 		return nil, 0, &InProgressError{RetryAfter: time.Second, Crowded: true}
 	}
 	l.users++
 	l.waiting++
-	g.waiting[n.scope]++
 	g.Unlock()
 	timer := time.NewTimer(o.cfg.WaitMax)
 	select {
@@ -122,9 +117,6 @@ func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.D
 	timer.Stop()
 	g.Lock()
 	l.waiting--
-	if g.waiting[n.scope]--; g.waiting[n.scope] == 0 {
-		delete(g.waiting, n.scope)
-	}
 	if turn == nil {
 		g.drop(n, l)
 	}

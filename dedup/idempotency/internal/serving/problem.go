@@ -46,7 +46,7 @@ var answers = map[Problem]Answer{
 	KeyMalformed:    {400, "Idempotency-Key is malformed", "The header must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes."},
 	KeyInProgress:   {409, "The request is in progress", "A request with this key is being executed. Retry later with the same key."},
 	KeyUndecided:    {409, "The outcome of the request is unknown", "Whether the request with this key took effect, or will, has to be looked into. Do not send it again under another key."},
-	TooManyWaiting:  {429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key."},
+	TooManyWaiting:  {429, "Too many requests wait", "Too many requests wait for this key. Nothing was done. Retry later with the same key."},
 	KeyReused:       {422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own."},
 	ResponseDropped: {410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept."},
 	KeyExpired:      {410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did."},

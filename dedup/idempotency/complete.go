@@ -84,21 +84,18 @@ func Reap(ctx context.Context, db dedup.Querier, schema string) (all Reaped, err
 	}
 	for {
 		var now Reaped
-		if err := db.QueryRow(ctx, migrations.InSchema(reapSQL, schema), reapMax).Scan(&now.Forgotten, &now.Doubted); err != nil {
+		if err := db.QueryRow(ctx, migrations.InSchema(reapSQL, schema), pageMax).Scan(&now.Forgotten, &now.Doubted); err != nil {
 			return all, fmt.Errorf("forget keys whose window is over: %w", err)
 		}
 		all = Reaped{all.Forgotten + now.Forgotten, all.Doubted + now.Doubted}
-		if now.Forgotten+now.Doubted < reapMax { // keys left to a person fill a page, too
+		if now.Forgotten+now.Doubted < pageMax { // keys left to a person fill a page, too
 			return all, nil
 		}
 	}
 }
 
-// reapMax bounds a transaction, dueMax a work list.
-const (
-	reapMax = 1000
-	dueMax  = 1000
-)
+// pageMax bounds how many keys a transaction forgets, and a work list.
+const pageMax = 1000
 
 // Complete resumes unfinished flows whose client does not come back and that no worker holds, at
 // most FlowConfig.AtOnceMax at a time, each from its recovery point, and returns how many it
@@ -142,7 +139,7 @@ type due struct {
 // there are slots, until ctx ends. It reports the result of each.
 func (f *Flow[S]) each(ctx context.Context, sql string, in state, slots chan struct{}, group *sync.WaitGroup, report func(done bool, err error), work func(context.Context, Key, *stored, due) (bool, error)) error {
 	o := f.op
-	rows, err := o.pool.Query(ctx, o.sql[sql], o.cfg.Operation, o.cfg.Operation, dueMax)
+	rows, err := o.pool.Query(ctx, o.sql[sql], o.cfg.Operation, o.cfg.Operation, pageMax)
 	if err != nil {
 		return fmt.Errorf("look for keys: %w", err)
 	}

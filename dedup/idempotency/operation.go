@@ -198,12 +198,12 @@ func (o *Operation) complete(k Key) (Key, error) {
 // executed again. Unfinished keys stay: call it again when they are finished.
 func (o *Operation) ForgetScope(ctx context.Context, scope string) (forgotten int64, err error) {
 	for {
-		tag, err := o.pool.Exec(ctx, o.sql[forgetScopeSQL], scope, reapMax)
+		tag, err := o.pool.Exec(ctx, o.sql[forgetScopeSQL], scope, pageMax)
 		forgotten += tag.RowsAffected()
 		if err != nil {
 			return forgotten, fmt.Errorf("forget the keys of scope %q: %w", scope, err)
 		}
-		if tag.RowsAffected() < reapMax {
+		if tag.RowsAffected() < pageMax {
 			return forgotten, nil
 		}
 	}

@@ -86,7 +86,7 @@ func (c *Config) check() []error {
 	)...)
 	for _, name := range c.Headers {
 		switch {
-		case !isName(name):
+		case name == "" || strings.ContainsAny(name, " \t\r\n:,"):
 			problems = append(problems, bounds.Problem("Headers", fmt.Sprintf("%q", name), "the name of a header"))
 		case idempotency.NeverStored(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
@@ -97,5 +97,3 @@ func (c *Config) check() []error {
 	}
 	return problems
 }
-
-func isName(text string) bool { return text != "" && !strings.ContainsAny(text, " \t\r\n:,") }

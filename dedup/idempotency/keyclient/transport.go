@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"slices"
@@ -31,8 +30,8 @@ import (
 // returned as it is, or an UnansweredError if there was none. If the body of a response breaks off,
 // send the request again under the key, which response.Request has in its header.
 //
-// base bounds each attempt, and the context all of them: set http.Transport.ResponseHeaderTimeout, or
-// a server that hangs is waited for as long as the context lives. Timeout of the http.Client must be
+// base bounds each attempt, and can log it, and the context bounds all of them: set
+// http.Transport.ResponseHeaderTimeout, or a server that hangs is waited for as long as the context lives. Timeout of the http.Client must be
 // 0: its error replaces the UnansweredError, and the key is lost, so that a retry by the caller uses
 // a new one, and has a second effect. If you need it, make the key first (WithKey).
 type Transport struct {
@@ -73,8 +72,6 @@ type TransportConfig struct {
 	// BackoffMax (full jitter). A server whose Retry-After is longer than BackoffMax is not asked again.
 	// 1 ms to 1 h; default 10 s.
 	BackoffMax time.Duration
-	// Logger gets retries. It never gets a key. Default: none.
-	Logger *slog.Logger
 }
 
 func (c TransportConfig) withDefaults() (TransportConfig, error) {
@@ -82,9 +79,6 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	c.Honours = slices.Clone(c.Honours)
 	problems := bounds.Durations(bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour})
 	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
-	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
-	}
 	return c, errors.Join(problems...)
 }
 
@@ -205,13 +199,9 @@ func (t *Transport) sendUntilAnswered(r *http.Request) (response *http.Response,
 		if !ok || err == nil && !mayRetry(response) || ctx.Err() != nil || attempts == attemptsMax {
 			return response, attempts, err
 		}
-		status := 0
 		if response != nil {
-			status = response.StatusCode
 			_ = response.Body.Close()
 		}
-		// Without the key and the address, which may contain secrets.
-		t.cfg.Logger.InfoContext(ctx, "retrying request", "method", r.Method, "host", r.URL.Host, "attempt", attempts, "status", status, "error", err, "wait", wait)
 		if !pause.For(ctx, wait) {
 			return nil, attempts, context.Cause(ctx)
 		}

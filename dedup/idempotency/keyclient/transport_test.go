@@ -1,12 +1,10 @@
 package keyclient_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"io"
 	"log"
-	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -233,19 +231,6 @@ func TestTransportSettingsAreChecked(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: nothing that is logged about a request has its key, or its address with what that may
-// hide.
-func TestLogsHaveNoKeys(t *testing.T) {
-	t.Parallel()
-	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))
-	var logged bytes.Buffer
-	client := newClient(t, quick(keyclient.TransportConfig{Logger: textLogger(&logged)}))
-	_, _, err := do(keyclient.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")
-	require.NoError(t, err)
-	require.Contains(t, logged.String(), "status=503")
-	require.NotContains(t, logged.String(), "canary")
-}
-
 // Property: each POST or PATCH gets a UUIDv7 of its own, and all its attempts carry it and the whole
 // body; other requests get none; the caller's header stays as it was.
 func TestOneKeyForAllAttempts(t *testing.T) {
@@ -318,8 +303,6 @@ func TestKeyBehindARedirect(t *testing.T) {
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 func nothing() *log.Logger { return log.New(io.Discard, "", 0) }
-
-func textLogger(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(w, nil)) }
 
 // network is a client's base in a bubble of synctest, where real connections would stop the clock.
 type network func(attempt int) (*http.Response, error)

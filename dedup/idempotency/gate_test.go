@@ -64,7 +64,7 @@ func TestHangingWorkKeepsNoTurn(t *testing.T) {
 	t.Parallel()
 	pool, never, begun := newPool(t), make(chan struct{}), make(chan struct{})
 	t.Cleanup(func() { close(never) })
-	o := newOperation(t, pool, idempotency.Config{IdleTimeout: 100 * time.Millisecond, WaitMax: time.Minute})
+	o := newOperation(t, pool, idempotency.Config{IdleTimeout: time.Second, WaitMax: time.Minute})
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		_, _ = o.Once(ctx, key("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) {

@@ -33,17 +33,11 @@ func (m *maintenance) forgetDays(ctx context.Context) error {
 	return failed
 }
 
-// forgetDay truncates a day and moves the marks of the consumers that had claims in it. It reads
-// these consumers before the lock, and again under it: another consumer may have made its first
-// claim of the day in between.
+// forgetDay truncates a day and moves the marks of the consumers that had claims in it.
 func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 	table := pgx.Identifier{m.schema, d.name}.Sanitize()
-	holders, err := m.holders(ctx, table)
-	if err != nil {
-		return err
-	}
 	truncated := false
-	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
+	err := m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
 		// No claim is added from here on. Readers do not wait yet: the comparison of fingerprints reads
 		// the partitions of all days.
 		if _, err := tx.Exec(ctx, "LOCK TABLE ONLY "+table+" IN SHARE ROW EXCLUSIVE MODE"); err != nil {
@@ -53,7 +47,8 @@ func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 		if err != nil || horizon == nil || d.to.After(*horizon) {
 			return err // since the first read, a consumer registered or a position was set back
 		}
-		if holders, err = m.allHolders(ctx, tx, table, holders); err != nil {
+		holders, err := m.holders(ctx, tx, table)
+		if err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, "LOCK TABLE ONLY "+table+" IN ACCESS EXCLUSIVE MODE"); err != nil {
@@ -72,35 +67,19 @@ func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 	return err
 }
 
-// holders lists the consumers that have claims in a day. Nil: the query took too long.
-func (m *maintenance) holders(ctx context.Context, table string) (ids []int32, err error) {
-	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
-		ids, err = collect(tx.Query(ctx, fmt.Sprintf(m.in(holdersSQL), table)))
-		return err
-	})
-	if pgerr.Is(err, pgerr.QueryCanceled) && ctx.Err() == nil {
-		return nil, nil
-	}
-	return ids, err
-}
-
-// allHolders adds the consumers whose first claim of the day came after holders. It returns nil if
-// that takes longer than claims of that day may wait; then all consumers that forget claims count
-// as holders.
-func (m *maintenance) allHolders(ctx context.Context, tx pgx.Tx, table string, known []int32) ([]int32, error) {
-	if known == nil {
-		return nil, nil
-	}
-	var others []int32
-	if err := tx.QueryRow(ctx, m.in(othersSQL), known).Scan(&others); err != nil || len(others) == 0 {
-		return known, err
-	}
-	err := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error { // a savepoint
+// holders lists the consumers that have claims in a day, under its lock: an empty list, not nil, for none. It
+// returns nil if that takes longer than claims of that day may wait; then all consumers that forget claims
+// count as holders.
+func (m *maintenance) holders(ctx context.Context, tx pgx.Tx, table string) (ids []int32, err error) {
+	err = pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error { // a savepoint
 		if _, err := tx.Exec(ctx, m.in(lockSettingsSQL), millis(lockWaitMax), millis(m.lookMax), millis(lockIdleMax)); err != nil {
 			return err
 		}
-		late, err := collect(tx.Query(ctx, fmt.Sprintf(m.in(otherHoldersSQL), table), others))
-		known = append(known, late...)
+		rows, err := tx.Query(ctx, fmt.Sprintf(m.in(holdersSQL), table))
+		if err != nil {
+			return err
+		}
+		ids, err = pgx.AppendRows([]int32{}, rows, pgx.RowTo[int32])
 		return err
 	})
 	if pgerr.Is(err, pgerr.QueryCanceled) && ctx.Err() == nil {
@@ -110,14 +89,5 @@ func (m *maintenance) allHolders(ctx context.Context, tx pgx.Tx, table string, k
 		return nil, err
 	}
 	_, err = tx.Exec(ctx, m.in(lockSettingsSQL), millis(lockWaitMax), millis(statementsMax), millis(lockIdleMax))
-	return known, err
-}
-
-// collect never returns nil without an error: an empty list means no consumer, nil means all of
-// them.
-func collect(rows pgx.Rows, err error) ([]int32, error) {
-	if err != nil {
-		return nil, err
-	}
-	return pgx.AppendRows([]int32{}, rows, pgx.RowTo[int32])
+	return ids, err
 }

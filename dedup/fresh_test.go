@@ -151,8 +151,8 @@ func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 	fail(t, sql(beginSQL, "SET LOCAL test.audit = on"), nil)
 }
 
-// Whichever statement of the round trip fails, the server ignores the rows after it, nothing is
-// claimed, and the connection is in sync with the server.
+// Whichever statement of the round trip fails, nothing is claimed, and the connection is in sync with
+// the server.
 func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -179,7 +179,7 @@ func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
 	}
 }
 
-// gatedConn delays the server's messages until the client has sent the end of its rows.
+// gatedConn delays the server's messages until the client has sent the end of a round trip.
 type gatedConn struct {
 	net.Conn
 

@@ -53,25 +53,19 @@ func hashedID(sum []byte) uuid.UUID {
 // Times before 1970 and after the year 6429 are replaced by these bounds. The rest is SHA-256 over "publish"
 // and the three parts, each preceded by its length, as for CallKey.
 func PublishID(scope string, parent uuid.UUID, step string, at time.Time) uuid.UUID {
-	return timedID(sum("publish", scope, string(parent[:]), step), at)
-}
-
-// LaterID is PublishID for a message that is published later. It carries no time: the parent's would
-// be too old for the next consumer.
-func LaterID(scope string, parent uuid.UUID, step string) uuid.UUID {
-	return hashedID(sum("later", scope, string(parent[:]), step))
-}
-
-// timedID returns an ID that carries a time: a UUIDv7.
-func timedID(sum []byte, at time.Time) uuid.UUID {
-	var id uuid.UUID
-	copy(id[:], sum)
+	id := uuid.UUID(sum("publish", scope, string(parent[:]), step)[:16])
 	var milli [8]byte
 	binary.BigEndian.PutUint64(milli[:], uint64(min(max(at.UnixMilli(), 0), 1<<47-1)))
 	copy(id[:6], milli[2:])
 	id[6] = id[6]&0x0f | 0x70
 	id[8] = id[8]&0x3f | 0x80
 	return id
+}
+
+// LaterID is PublishID for a message that is published later. It carries no time: the parent's would
+// be too old for the next consumer.
+func LaterID(scope string, parent uuid.UUID, step string) uuid.UUID {
+	return hashedID(sum("later", scope, string(parent[:]), step))
 }
 
 // CallKey derives the key that a foreign call of a message carries (an Idempotency-Key), from the

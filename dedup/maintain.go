@@ -71,7 +71,8 @@ type MaintainOptions struct {
 // they are. The transaction that forgets claims also records, for each consumer that had them, up
 // to which time claims may be missing (QueueForgotten).
 //
-// Claims wait for a lock of a run for 0.3 s at most; for up to 2 s if partitions exist for fewer than
+// Claims wait for a lock of a run for 0.3 s at most, those of a day that is being forgotten for half a
+// second more; for up to 2 s if partitions exist for fewer than
 // 7 of the coming days (a claim always has a partition), or more than 30 empty days could not be
 // dropped. A run ends after 10 minutes.
 //

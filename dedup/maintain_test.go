@@ -308,8 +308,8 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)))
 }
 
-// Property: a consumer whose first claim in a day came after the day was read, and before it was
-// locked, has its mark moved. A2.
+// Property: a consumer whose first claim in a day was committed while the run waited for the day's lock
+// has its mark moved. A2.
 func TestLateHolderOfADayIsMarked(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)

@@ -6,20 +6,19 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// claimSQL inserts every ID in one statement. The IDs are sorted and unique: two batches that lock
+// insertSQL inserts every ID in one statement. The IDs are sorted and unique: two batches that lock
 // the same rows in the same order cannot deadlock, and RETURNING lists exactly the fresh IDs. There
 // is no conflict target because the primary key is the only constraint. (An unnest of several arrays
-// is always PostgreSQL's own.)
-const claimSQL = `-- dedup.claim
+// is always PostgreSQL's own.) freshSQL takes every ID as fresh.
+const (
+	insertSQL = `
 INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
-SELECT m.id, $2, m.fingerprint FROM unnest($1::uuid[], $3::int4[]) AS m (id, fingerprint)
+SELECT m.id, $2, m.fingerprint FROM unnest($1::uuid[], $3::int4[]) AS m (id, fingerprint)`
+	freshSQL = `-- dedup.fresh` + insertSQL
+	claimSQL = `-- dedup.claim` + insertSQL + `
 ON CONFLICT DO NOTHING
 RETURNING message_id`
-
-// copySQL takes every ID as fresh. The rows are in the order of claimSQL, for the same reason: COPY
-// collects them and then enters them into the index of each partition one by one, in that order.
-const copySQL = `-- dedup.copy
-COPY effectonce.processed_messages (message_id, consumer, fingerprint) FROM STDIN (FORMAT binary)`
+)
 
 const conflictsSQL = `-- dedup.conflicts
 SELECT m.n FROM unnest($1::uuid[], $3::int4[]) WITH ORDINALITY AS m (id, fingerprint, n)
@@ -106,13 +105,6 @@ LEFT JOIN LATERAL (SELECT q.*,
 const holdersSQL = `-- dedup.holders
 SELECT DISTINCT consumer FROM %s`
 
-const othersSQL = `-- dedup.others
-SELECT coalesce(pg_catalog.array_agg(id), '{}') FROM effectonce.consumers WHERE dedup_window IS NOT NULL AND id <> ALL ($1::int[])`
-
-// otherHoldersSQL checks the other consumers, and for that reads every claim of the day.
-const otherHoldersSQL = `-- dedup.other_holders
-SELECT DISTINCT consumer FROM %s WHERE consumer = ANY ($1::int[])`
-
 // markSQL records that claims of messages up to a time may be missing: of the given consumers, or
 // of all that forget.
 const markSQL = `-- dedup.mark
@@ -168,7 +160,7 @@ ON CONFLICT (scope, resource) DO UPDATE SET version = excluded.version WHERE f.v
 
 // queries are the statements for one schema and one table of claims.
 type queries struct {
-	claim, conflicts, copy               string
+	claim, conflicts, fresh              string
 	register, forgotten, forgottenLocked string
 }
 
@@ -179,7 +171,7 @@ func newQueries(schema string) map[bool]queries {
 			return migrations.InSchema(strings.ReplaceAll(sql, "effectonce.processed_messages", table), schema)
 		}
 		sql[forever] = queries{
-			claim: in(claimSQL), conflicts: in(conflictsSQL), copy: in(copySQL),
+			claim: in(claimSQL), conflicts: in(conflictsSQL), fresh: in(freshSQL),
 			register: in(registerSQL), forgotten: in(forgottenSQL), forgottenLocked: in(forgottenLockedSQL),
 		}
 	}

@@ -23,10 +23,10 @@ const (
 )
 
 // Advise returns the weaknesses of a value: none for what NewKey makes, and for other random
-// values. Several words, such as charge-order-4127, count as the name of the request (Domain),
-// although the counter in it may be weak. Hooks.Weak counts them. Keys must not be logged.
+// values. A value with a hyphen counts as the name of the request (Domain), such as pay-7, and is not too
+// short, although the counter in it may be weak. Hooks.Weak counts them. Keys must not be logged.
 func Advise(value string) (weak []Weakness) {
-	if len(value) < shortBytes && !isName(value) {
+	if len(value) < shortBytes && !strings.Contains(value, "-") {
 		weak = append(weak, WeakShort)
 	}
 	if isNumber(value) {
@@ -55,12 +55,4 @@ func distinct(value string) int {
 	found := []byte(strings.ReplaceAll(value, "-", ""))
 	slices.Sort(found)
 	return len(slices.Compact(found))
-}
-
-// isName reports whether a value names its request: several words, one of them of letters.
-func isName(value string) bool {
-	words := strings.FieldsFunc(value, func(r rune) bool { return !unicode.IsLetter(r) && !unicode.IsDigit(r) })
-	return len(words) > 1 && slices.ContainsFunc(words, func(word string) bool {
-		return len(word) >= 3 && strings.IndexFunc(word, unicode.IsDigit) < 0 && strings.Trim(word, "0123456789abcdefABCDEF") != ""
-	})
 }

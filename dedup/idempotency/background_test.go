@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -61,16 +62,44 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 	asked := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{GiveUpAfter: 10 * time.Hour}, []idempotency.Phase[payment]{
 		calls(false, func(*step) error { return errSilent }), ends("ship"),
 	})
-	for range 2 { // CallAgainMax counts
+	for range 2 { // the age of the call counts
 		_, err = asked.Do(t.Context(), key("asked"), nil)
 		require.ErrorIs(t, err, errSilent)
-		passes(t, pool, 11*time.Hour)
+		passes(t, pool, 9*time.Hour)
 	}
 	once := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		calls(true, func(*step) error { return nil }), ends("ship"),
 	})
 	_, err = once.Do(t.Context(), key("asked"), nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate, "a later release must not repeat the call")
+}
+
+// Property: the completer waits after a failure for as long as the flow was tried since its last phase: at least
+// RetryAfter, at most a hundred times that.
+func TestPauseGrowsWithTheAge(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Minute}, []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }},
+		{Name: "stock", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
+		ends("ship"),
+	})
+	for _, c := range [][2]time.Duration{{0, time.Minute}, {10 * time.Minute, 10 * time.Minute}, {10 * time.Hour, 100 * time.Minute}} {
+		passes(t, pool, c[0])
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, errAway)
+		var pause float64
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT extract(epoch FROM retry_at - clock_timestamp())::float8 FROM effectonce.idempotency_keys`).Scan(&pause))
+		require.InDelta(t, c[1].Seconds(), pause, 50)
+	}
+}
+
+// reap forgets what is over.
+func reap(t *testing.T, pool *pgxpool.Pool) idempotency.Reaped {
+	t.Helper()
+	reaped, err := idempotency.Reap(t.Context(), pool, "")
+	require.NoError(t, err)
+	return reaped
 }
 
 // Property: finished keys are forgotten when their window is over by the database's clock, of all
@@ -90,14 +119,10 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	flow := newFlow(t, short, idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
 	_, err = flow.Do(t.Context(), key("unfinished"), nil)
 	require.Error(t, err)
-	reaped, err := short.Reap(t.Context())
-	require.NoError(t, err)
-	require.Zero(t, reaped)
+	require.Zero(t, reap(t, pool))
 	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 year', finished_at = finished_at - interval '1 year', expires_at = expires_at - interval '61 seconds'`)
 	require.NoError(t, err)
-	reaped, err = forever.Reap(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, 1, reaped)
+	require.Equal(t, idempotency.Reaped{Forgotten: 1, Doubted: 1}, reap(t, pool))
 	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	response, err := short.Once(t.Context(), key("a"), insertOnce("a"))
 	require.NoError(t, err)
@@ -130,9 +155,7 @@ func TestFlowsThatNothingCanFinish(t *testing.T) {
 	do("locked", fails, ends("ship"))
 	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '25 hours', locked_until = CASE key WHEN 'locked' THEN clock_timestamp() + interval '1 hour' END`)
 	require.NoError(t, err)
-	reaped, err := newOperation(t, pool, idempotency.Config{}).Reap(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, 1, reaped)
+	require.Equal(t, idempotency.Reaped{Forgotten: 1, Doubted: 2}, reap(t, pool))
 	for value, state := range map[string]string{"nothing": "missing", "called": "abandoned", "begun": "abandoned", "stored": "running", "locked": "running"} {
 		require.Equal(t, state, stateOf(t, pool, value), value)
 	}
@@ -270,9 +293,9 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 func TestWrongSettings(t *testing.T) {
 	t.Parallel()
 	_, err := idempotency.New(nil, idempotency.Config{
-		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, Isolation: "snapshot",
+		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, ResponseBytesMax: -1, Isolation: "snapshot",
 	})
-	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "Isolation snapshot"} {
+	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "ResponseBytesMax -1", "Isolation snapshot"} {
 		require.ErrorContains(t, err, field)
 	}
 	pool := pgtest.NoPool(t)
@@ -283,22 +306,15 @@ func TestWrongSettings(t *testing.T) {
 		require.ErrorContains(t, err, problem)
 	}
 	type flow = idempotency.FlowConfig[payment]
-	call := func(age time.Duration, atMostOnce bool) idempotency.Phase[payment] {
-		return idempotency.Phase[payment]{Name: "charge", AtMostOnce: atMostOnce, CallAgainMax: age, Call: func(context.Context, *step) error { return nil }}
-	}
-	without := ends("charge")
-	without.CallAgainMax = time.Hour
 	for want, c := range map[string]struct {
 		op    idempotency.Config
 		cfg   flow
 		phase idempotency.Phase[payment]
 	}{
-		`CallAgainMax of phase "charge" 30s: want 1m0s to 87600h0m0s`:    {phase: call(30*time.Second, false)},
-		`CallAgainMax of phase "charge" 2m0s: want 1h0m0s to 87600h0m0s`: {cfg: flow{CallMax: time.Hour}, phase: call(2*time.Minute, false)},
-		`CallAgainMax of phase "charge" 1h0m0s: want none`:               {phase: call(time.Hour, true)},
-		`CallAgainMax of phase "charge" 1h0m0s: want none:`:              {phase: without},
-		`AtOnceMax 1001: want 1 to 1000`:                                 {cfg: flow{AtOnceMax: 1001}, phase: ends("charge")},
-		"Isolation":                                                      {op: idempotency.Config{Isolation: pgx.Serializable}, phase: ends("all")},
+		`GiveUpAfter 30s: want 1m0s to 87600h0m0s`:    {cfg: flow{GiveUpAfter: 30 * time.Second}, phase: ends("charge")},
+		`GiveUpAfter 2m0s: want 1h0m0s to 87600h0m0s`: {cfg: flow{CallMax: time.Hour, GiveUpAfter: 2 * time.Minute}, phase: ends("charge")},
+		`AtOnceMax 1001: want 1 to 1000`:              {cfg: flow{AtOnceMax: 1001}, phase: ends("charge")},
+		"Isolation":                                   {op: idempotency.Config{Isolation: pgx.Serializable}, phase: ends("all")},
 	} {
 		_, err := idempotency.NewFlow(newOperation(t, pool, c.op), c.cfg, c.phase)
 		require.ErrorContains(t, err, want)
@@ -357,9 +373,7 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	pgtest.Exec(t, conn.Conn(), `ANALYZE effectonce.idempotency_keys`)
 	require.Contains(t, pgtest.Plan(t, conn.Conn(), idempotency.ReapSQL, 1000), `Index Cond: (expires_at <=`, "not all that are within their windows")
 	conn.Release()
-	reaped, err := o.Reap(t.Context())
-	require.NoError(t, err)
-	require.EqualValues(t, 10, reaped)
+	require.NoError(t, o.ReapAndLog(t.Context()))
 	require.Equal(t, 1000, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned'`))
 	require.Equal(t, 19_990, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	require.Contains(t, log.String(), "keys need a person")
@@ -434,7 +448,7 @@ func TestUnreachableDatabaseIsReported(t *testing.T) {
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 		return idempotency.Unknown(), nil
 	}}, []idempotency.Phase[payment]{ends("ship")})
-	_, reap := op.Reap(t.Context())
+	_, reap := idempotency.Reap(t.Context(), pgtest.NoPool(t), "")
 	_, once := op.Once(t.Context(), key("01900000-0000-7000-8000-000000000000"), insertOnce("k")) // an old key, which is looked up first
 	_, do := flow.Do(t.Context(), key("k"), nil)
 	_, complete := flow.Complete(t.Context())

@@ -2,6 +2,7 @@ package idempotency
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -66,7 +67,7 @@ func (f *Flow[S]) Compare(ctx context.Context, phase string, ledger Ledger) ([]D
 	for _, reference := range references {
 		acted[reference] = true
 	}
-	rows, err := o.pool.Query(ctx, o.sql.flow.compare, o.cfg.Operation, phase, since.Add(compareMargin), now)
+	rows, err := o.pool.Query(ctx, o.sql[compareSQL], o.cfg.Operation, phase, since.Add(compareMargin), now)
 	if err != nil {
 		return nil, fmt.Errorf("read the keys: %w", err)
 	}
@@ -98,10 +99,10 @@ func (f *Flow[S]) makesCall(phase string) bool {
 
 // compareAll compares the phases of all ledgers, logs what differs, and reports the numbers to the hook.
 func (f *Flow[S]) compareAll(ctx context.Context) error {
-	var t tally
+	var failed error
 	for phase, ledger := range f.cfg.Ledgers {
 		found, err := f.Compare(ctx, phase, ledger)
-		t.add(false, err)
+		failed = errors.Join(failed, err)
 		counts := map[DifferenceKind]int{DidNotAct: 0, ActedNotDone: 0, ActedForNoKey: 0}
 		for _, d := range found {
 			if counts[d.Kind]++; counts[d.Kind] > comparedLogs {
@@ -113,5 +114,5 @@ func (f *Flow[S]) compareAll(ctx context.Context) error {
 			f.op.cfg.Hooks.Compared(f.op.cfg.Operation, phase, counts)
 		}
 	}
-	return t.err
+	return failed
 }

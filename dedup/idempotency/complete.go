@@ -49,7 +49,10 @@ func (o *Operation) Run(ctx context.Context) {
 }
 
 func (o *Operation) reap(ctx context.Context) error {
-	_, err := o.Reap(ctx)
+	all, err := Reap(ctx, o.pool, o.cfg.Schema)
+	if all.Doubted > 0 {
+		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
+	}
 	return err
 }
 
@@ -68,45 +71,31 @@ func (o *Operation) logFailure(ctx context.Context, err error) {
 	}
 }
 
-// Reap forgets keys of all operations whose window is over, by the database's clock, in small
-// transactions, and returns how many: finished ones, and unfinished ones that nothing can finish and of
-// which nothing happened. If something may have happened, they are abandoned. Flows whose request is
-// stored stay.
-func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
-	all, err := Reap(ctx, o.pool, o.cfg.Schema)
-	if all.Doubted > 0 {
-		o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", all.Doubted)
-	}
-	return all.Forgotten, err
-}
-
 // Reaped is what Reap did: how many keys it forgot, and how many need a person's decision now.
 type Reaped struct{ Forgotten, Doubted int64 }
 
-// Reap is Operation.Reap for programs that have no operation. db is not in a transaction; an empty schema
-// is the default.
+// Reap forgets keys of all operations whose window is over, by the database's clock, in small
+// transactions: finished ones, and unfinished ones that nothing can finish and of which nothing
+// happened. If something may have happened, they are abandoned. Flows whose request is stored stay.
+// db is not in a transaction; an empty schema is the default. Operation.Run and Flow.Run call it.
 func Reap(ctx context.Context, db dedup.Querier, schema string) (all Reaped, err error) {
 	if schema, err = (migrations.Options{Schema: schema}).Resolve(); err != nil {
 		return all, err
 	}
 	for {
 		var now Reaped
-		if err := db.QueryRow(ctx, migrations.InSchema(reapSQL, schema), reapMax).Scan(&now.Forgotten, &now.Doubted); err != nil {
+		if err := db.QueryRow(ctx, migrations.InSchema(reapSQL, schema), pageMax).Scan(&now.Forgotten, &now.Doubted); err != nil {
 			return all, fmt.Errorf("forget keys whose window is over: %w", err)
 		}
 		all = Reaped{all.Forgotten + now.Forgotten, all.Doubted + now.Doubted}
-		if now.Forgotten+now.Doubted < reapMax { // keys left to a person fill a page, too
+		if now.Forgotten+now.Doubted < pageMax { // keys left to a person fill a page, too
 			return all, nil
 		}
 	}
 }
 
-// reapMax bounds a transaction; completeMax and reconcileMax bound a page.
-const (
-	reapMax      = 1000
-	completeMax  = 100
-	reconcileMax = 100
-)
+// pageMax bounds how many keys a transaction forgets, and a work list.
+const pageMax = 1000
 
 // Complete resumes unfinished flows whose client does not come back and that no worker holds, at
 // most FlowConfig.AtOnceMax at a time, each from its recovery point, and returns how many it
@@ -115,57 +104,28 @@ const (
 // longer, and reported each time. An error of one flow does not stop the others; all errors are
 // returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
-	var group sync.WaitGroup
-	var t tally
-	t.add(false, f.complete(ctx, &group, t.add))
-	group.Wait()
-	return t.done, t.err
+	return total(func(group *sync.WaitGroup, report func(bool, error)) error { return f.complete(ctx, group, report) })
 }
 
-// tally adds up what happened to keys.
-type tally struct {
-	sync.Mutex
-	done int
-	err  error
-}
-
-func (t *tally) add(done bool, err error) {
-	t.Lock()
-	defer t.Unlock()
-	if done {
-		t.done++
-	}
-	t.err = errors.Join(t.err, err)
-}
-
-// complete starts to resume a page of flows, and reports the result of each.
 func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report func(finished bool, err error)) error {
-	page, err := f.page(ctx, f.op.sql.flow.abandoned, max(completeMax, f.cfg.AtOnceMax))
-	if err != nil {
-		return err
-	}
-	f.each(ctx, f.completing, group, "complete", page, report, f.resume)
-	return nil
+	return f.each(ctx, abandonedSQL, running, f.completing, group, report, f.resume)
 }
 
-// each works on the keys of a list, at most on as many at a time as there are slots, until ctx ends, and
-// reports the result of each.
-func (f *Flow[S]) each(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, what string, list []due, report func(done bool, err error), work func(context.Context, due) (bool, error)) {
-	for _, d := range list {
-		select {
-		case slots <- struct{}{}:
-		case <-ctx.Done():
-			return
+// total waits for what begin began, and adds up what happened to keys.
+func total(begin func(group *sync.WaitGroup, report func(done bool, err error)) error) (n int, failed error) {
+	var group sync.WaitGroup
+	var mu sync.Mutex
+	report := func(done bool, err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if done {
+			n++
 		}
-		group.Go(func() {
-			defer func() { <-slots }()
-			done, err := work(ctx, d)
-			if err != nil {
-				err = fmt.Errorf("%s %v: %w", what, f.key(d), err)
-			}
-			report(done, err)
-		})
+		failed = errors.Join(failed, err)
 	}
+	report(false, begin(&group, report))
+	group.Wait()
+	return n, failed
 }
 
 // due is a key of a work list.
@@ -175,27 +135,39 @@ type due struct {
 	Error        string
 }
 
-func (f *Flow[S]) key(d due) Key { return Key{d.Scope, f.op.cfg.Operation, d.Value, Fingerprint{}} }
-
-// page reads a work list of the flow.
-func (f *Flow[S]) page(ctx context.Context, sql string, args ...any) ([]due, error) {
-	rows, err := f.op.pool.Query(ctx, sql, append([]any{f.op.cfg.Operation, f.op.cfg.Operation}, args...)...)
+// each begins to work on the keys of a work list, which are in one state: at most on as many at a time as
+// there are slots, until ctx ends. It reports the result of each.
+func (f *Flow[S]) each(ctx context.Context, sql string, in state, slots chan struct{}, group *sync.WaitGroup, report func(done bool, err error), work func(context.Context, Key, *stored, due) (bool, error)) error {
+	o := f.op
+	rows, err := o.pool.Query(ctx, o.sql[sql], o.cfg.Operation, o.cfg.Operation, pageMax)
 	if err != nil {
-		return nil, fmt.Errorf("look for keys: %w", err)
+		return fmt.Errorf("look for keys: %w", err)
 	}
-	return pgx.CollectRows(rows, pgx.RowToStructByPos[due])
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[due])
+	for _, d := range list {
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return nil
+		}
+		group.Go(func() {
+			defer func() { <-slots }()
+			key, done := Key{d.Scope, o.cfg.Operation, d.Value, Fingerprint{}}, false
+			s, err := read(o.pool.QueryRow(ctx, o.sql[lookSQL], key.Scope, key.Operation, key.Value))
+			if err == nil && s != nil && s.state == in && !s.locked && s.putOff <= 0 { // otherwise another worker changed it since
+				done, err = work(ctx, key, s, d)
+			}
+			if err != nil {
+				err = fmt.Errorf("%s key %v: %w", in, key, err)
+			}
+			report(done, err)
+		})
+	}
+	return err
 }
 
 // resume continues one flow with the stored request.
-func (f *Flow[S]) resume(ctx context.Context, d due) (bool, error) {
-	o, key := f.op, f.key(d)
-	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
-	if err != nil || s == nil {
-		return false, err
-	}
-	if s.state != running || s.locked || s.putOff > 0 { // another worker changed the key after the page was read
-		return false, nil
-	}
+func (f *Flow[S]) resume(ctx context.Context, key Key, s *stored, _ due) (bool, error) {
 	h, err := f.takeOver(ctx, key, s, s.request)
 	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
@@ -203,11 +175,11 @@ func (f *Flow[S]) resume(ctx context.Context, d due) (bool, error) {
 	if h == nil || err != nil {
 		return false, err
 	}
-	request, err := o.open(key, "request", s.request, s.sealed)
+	request, err := f.op.open(key, "request", s.request, s.sealed)
 	if err != nil {
-		return false, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+		return false, errors.Join(err, h.unlock(ctx, err, f.cfg.RetryAfter, false))
 	}
-	_, err = o.answered(f.drive(ctx, h, request))
+	_, err = f.op.answered(f.drive(ctx, h, request))
 	return err == nil, err
 }
 
@@ -221,7 +193,7 @@ func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) er
 	if cause != nil {
 		why = new(text(cause))
 	}
-	if _, err := h.update(ctx, f.op.sql.flow.leave, why, f.cfg.RetryAfter); err != nil {
+	if _, err := h.update(ctx, f.op.sql[leaveSQL], why, f.cfg.RetryAfter); err != nil {
 		return fmt.Errorf("put %v off: %w", key, err)
 	}
 	return nil
@@ -270,103 +242,39 @@ func (u UndecidedKey[S]) Continue(state S) Decision {
 	return d
 }
 
-// Reconcile calls FlowConfig.Reconcile for each key that has been indeterminate for CallMax, so
-// that a call on its way to the foreign system has arrived or never will. It makes at most
-// FlowConfig.AtOnceMax calls at a time, carries out the decisions, and returns how many keys were
-// decided. Two concurrent runs may both call it for a key; only one of them decides. A key whose
-// phase in doubt this program does not know is postponed for longer and longer, and reported each
-// time: ErrUnknownRecoveryPoint.
+// Reconcile calls FlowConfig.Reconcile for keys that have been indeterminate for CallMax, so
+// that a call on its way to the foreign system has arrived or never will: for at most 1,000, and at most
+// FlowConfig.AtOnceMax at a time. It carries out the decisions, and returns how many keys were
+// decided. Two concurrent runs may both call it for a key; only one of them decides. A key without a
+// decision, because of an error too, is postponed for longer and longer. One whose phase in doubt this
+// program does not know is reported each time: ErrUnknownRecoveryPoint.
 func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	if f.cfg.Reconcile == nil {
 		return 0, errors.New("FlowConfig.Reconcile is not set")
 	}
-	var group sync.WaitGroup
-	var t tally
-	var last due
-	for ctx.Err() == nil {
-		page, err := f.page(ctx, f.op.sql.flow.undecidedKeys, last.Created, last.Scope, last.Value, reconcileMax)
-		t.add(false, err)
-		f.each(ctx, f.reconciling, &group, "reconcile", page, t.add, f.decide)
-		if len(page) < reconcileMax {
-			break
-		}
-		last = page[len(page)-1]
-	}
-	group.Wait()
-	return t.done, t.err
-}
-
-// decide asks about one key, and carries out the decision, unless another process decided in between.
-func (f *Flow[S]) decide(ctx context.Context, u due) (bool, error) {
-	key := f.key(u)
-	s, err := read(f.op.pool.QueryRow(ctx, f.op.sql.look, key.Scope, key.Operation, key.Value))
-	if err != nil || s == nil || s.state != indeterminate || s.putOff > 0 {
-		return false, err
-	}
-	if err := f.knows(s); err != nil {
-		return false, errors.Join(err, f.leave(ctx, key, s, nil))
-	}
-	if f.op.gate.count(key, 0) > 0 {
-		return false, f.leave(ctx, key, s, nil)
-	}
-	phase := f.phases[len(s.phases)]
-	asked := UndecidedKey[S]{Key: key, Phase: phase.Name, Since: u.Created, Error: u.Error}
-	if asked.State, err = f.state(key, s); err != nil {
-		return false, err
-	}
-	if asked.Request, err = f.op.open(key, "request", s.request, s.sealed); err != nil {
-		return false, err
-	}
-	decision, err := f.ask(ctx, asked)
-	if errors.Is(err, errLeftBehind) {
-		err = errors.Join(err, f.leave(ctx, key, s, nil))
-	}
-	if err = errors.Join(err, decision.err); err != nil {
-		return false, err
-	}
-	last := len(s.phases) == len(f.phases)-1
-	switch {
-	case !decision.continues && decision.outcome == nil:
-		return false, f.leave(ctx, key, s, nil)
-	case decision.outcome != nil && (!last || phase.Write != nil):
-		err = fmt.Errorf("the reconciler returned Happened for phase %q: its Write, or later phases, would be left out: return UndecidedKey.Continue", phase.Name)
-	case decision.state != nil && last && phase.Write == nil:
-		err = fmt.Errorf("the reconciler returned Continue for phase %q, which is the last one and has no Write that could finish the flow: return Happened", phase.Name)
-	}
-	if err != nil {
-		return false, errors.Join(err, f.leave(ctx, key, s, nil))
-	}
-	return f.carryOut(ctx, key, s, phase.Name, decision)
-}
-
-// ask calls the reconciler, bounded by CallMax like a call.
-func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision Decision, err error) {
-	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
-	defer cancel()
-	var own Decision
-	err = f.within(ctx, undecided.Key, func() (err error) {
-		own, err = f.cfg.Reconcile(ctx, undecided)
-		return err
+	return total(func(group *sync.WaitGroup, report func(bool, error)) error {
+		return f.each(ctx, undecidedKeysSQL, indeterminate, f.reconciling, group, report, f.decide)
 	})
-	if err != nil { // own may still be written
-		return Unknown(), err
-	}
-	return own, nil
 }
 
-// carryOut returns the key to its phases, or finishes it.
-func (f *Flow[S]) carryOut(ctx context.Context, key Key, s *stored, phase string, decision Decision) (bool, error) {
+// decide asks about one key, and returns it to its phases, or finishes it, unless another process decided in
+// between.
+func (f *Flow[S]) decide(ctx context.Context, key Key, s *stored, d due) (bool, error) {
 	o := f.op
+	decision, err := f.ask(ctx, key, s, d)
+	if err != nil || !decision.continues && decision.outcome == nil {
+		return false, errors.Join(err, f.leave(ctx, key, s, nil))
+	}
 	data, err := o.seal(key, "data", decision.state, s.sealed)
 	if err != nil {
 		return false, err
 	}
 	var happened *string
 	if data != nil {
-		happened = &phase
+		happened = &f.names[len(s.phases)]
 	}
 	h := newHolder(o, key, s, time.Now())
-	statements := []statement{h.statement(o.sql.flow.decided, happened, data, o.window())}
+	statements := []statement{h.statement(o.sql[decidedSQL], happened, data, o.window())}
 	if s.token++; decision.outcome != nil {
 		finishing, err := h.finishing(nil, *decision.outcome)
 		if err != nil {
@@ -379,4 +287,39 @@ func (f *Flow[S]) carryOut(ctx context.Context, key Key, s *stored, phase string
 		return false, nil
 	}
 	return rows > 0, err
+}
+
+// ask calls the reconciler, bounded by CallMax like a call. It returns an error for a decision that would leave
+// something out.
+func (f *Flow[S]) ask(ctx context.Context, key Key, s *stored, d due) (Decision, error) {
+	if err := f.knows(s); err != nil || f.op.gate.count(key, 0) > 0 {
+		return Unknown(), err
+	}
+	phase := f.phases[len(s.phases)]
+	state, err := f.state(key, s)
+	if err != nil {
+		return Unknown(), err
+	}
+	request, err := f.op.open(key, "request", s.request, s.sealed)
+	if err != nil {
+		return Unknown(), err
+	}
+	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+	defer cancel()
+	var decision Decision
+	err = f.within(ctx, key, func() (err error) {
+		decision, err = f.cfg.Reconcile(ctx, UndecidedKey[S]{key, phase.Name, state, request, d.Created, d.Error})
+		return err
+	})
+	if err != nil { // decision may still be written
+		return Unknown(), err
+	}
+	last := len(s.phases) == len(f.phases)-1
+	switch {
+	case decision.outcome != nil && (!last || phase.Write != nil):
+		err = fmt.Errorf("the reconciler returned Happened for phase %q: its Write, or later phases, would be left out: return UndecidedKey.Continue", phase.Name)
+	case decision.state != nil && last && phase.Write == nil:
+		err = fmt.Errorf("the reconciler returned Continue for phase %q, which is the last one and has no Write that could finish the flow: return Happened", phase.Name)
+	}
+	return decision, errors.Join(decision.err, err)
 }

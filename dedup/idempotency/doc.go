@@ -42,16 +42,16 @@
 // the key:
 //
 //	               Handler    Once       Call       AtMostOnce  its Write  Write      webhook    Reconcile
-//	Commit         stored     -          -          -           -          -          -          -
-//	Refuse         refused    -          -          -           -          -          -          -
-//	Forget         free       -          -          -           -          -          -          -
+//	Status 201     stored     -          -          -           -          -          -          -
+//	Status 422     refused    -          -          -           -          -          -          -
+//	Status 503     free       -          -          -           -          -          -          -
 //	no error       stored     stored     stored     stored      stored     stored     stored     -
 //	Final          refused    refused    refused    refused     refused    refused    refused    undecided
 //	NotDone        free       free       resumed    resumed     undecided  resumed    free       undecided
 //	Indeterminate  undecided  undecided  undecided  undecided   undecided  undecided  undecided  undecided
 //	other error    free       free       resumed    undecided   undecided  resumed    free       undecided
 //
-// Commit, Refuse and Forget are the httpkey.Outcome of a status. Call and Write are those of a
+// The statuses are examples of the three kinds that httpkey knows. Call and Write are those of a
 // Phase. AtMostOnce is the Call of a phase with AtMostOnce, and "its Write" is the Write after that
 // Call. The words of the table:
 //

@@ -42,13 +42,16 @@ type FlowConfig[S any] struct {
 	// free again, for another worker, or in doubt (AtMostOnce), and what the call returns later is lost.
 	// An AtMostOnce call must respect its context: otherwise it may act after the key was decided.
 	CallMax time.Duration
-	// GiveUpAfter is how long a flow is tried, counted from its request, or from its last phase or
-	// decision. Then it is abandoned (ErrAbandoned): a person decides. Once a call may have been
-	// made, Phase.CallAgainMax counts instead. 1 min to 10 years; default 22 h.
+	// GiveUpAfter is how long a flow is tried, by the database's clock, counted from its request, or from
+	// its last phase or decision. Then it is abandoned (ErrAbandoned): a person decides. Once a call may
+	// have been made, its age counts instead: an older one is not repeated, and the key becomes
+	// indeterminate. After NotDone, a context that ended before the call, or a decision that it did not
+	// happen, a call has no age. 1 min, or CallMax if that is more, to 10 years; default 22 h: many systems
+	// forget idempotency keys after 24 h.
 	GiveUpAfter time.Duration
-	// RetryAfter is how long the completer waits after a flow failed, or after it met phases that
-	// it does not know. It doubles with each attempt, up to a hundred times its value. 1 ms to 1 h;
-	// default 5 s.
+	// RetryAfter is how long the completer waits at least after a flow failed, or after it met phases
+	// that it does not know: as long as the flow was tried so far, so that the pause doubles each time, up
+	// to a hundred times this value. 1 ms to 1 h; default 5 s.
 	RetryAfter time.Duration
 	// AtOnceMax is how many flows Run and Complete execute at a time, and how many keys are
 	// reconciled at a time. None of them holds a connection while it waits for a foreign system. 1
@@ -77,12 +80,6 @@ type Phase[S any] struct {
 	// open. After a crash it may be repeated, with the same key. Its results go into step.State.
 	// Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
-	// CallAgainMax: the call is not repeated when the phase began longer ago than this, by the
-	// database's clock; the key becomes indeterminate instead. 1 min, or CallMax if that is more, to
-	// 10 years; default 22 h: many systems forget idempotency keys after 24 h. After NotDone, a
-	// context that ended before the call, or a decision that it did not happen, the clock restarts.
-	// Not with AtMostOnce, whose call is not repeated.
-	CallAgainMax time.Duration
 	// AtMostOnce means that the foreign system does not deduplicate: a call whose outcome is
 	// unknown is never repeated automatically, and makes the key indeterminate. Any error of Call
 	// counts as unknown, unless it is NotDone or Final, or an error of keyclient.Single before there
@@ -134,8 +131,7 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
 	}
-	for i := range f.phases {
-		phase := &f.phases[i]
+	for i, phase := range f.phases {
 		switch {
 		case phase.Name == "" || len(phase.Name) > keyBytesMax || !readable(phase.Name):
 			problems = append(problems, fmt.Errorf("name of phase %d: want 1 to %d bytes of UTF-8 without control characters", i, keyBytesMax))
@@ -145,12 +141,6 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 			problems = append(problems, fmt.Errorf("phase %q does nothing: want Call or Write", phase.Name))
 		case phase.AtMostOnce && phase.Call == nil:
 			problems = append(problems, fmt.Errorf("phase %q is AtMostOnce and has no Call", phase.Name))
-		case (phase.AtMostOnce || phase.Call == nil) && phase.CallAgainMax != 0:
-			problems = append(problems, bounds.Problem(fmt.Sprintf("CallAgainMax of phase %q", phase.Name), phase.CallAgainMax, "none: it has no call that may be made again"))
-		case phase.Call != nil && !phase.AtMostOnce:
-			problems = append(problems, bounds.Durations(bounds.Duration{
-				Field: fmt.Sprintf("CallAgainMax of phase %q", phase.Name), Value: &phase.CallAgainMax, Default: 22 * time.Hour, Min: max(time.Minute, f.cfg.CallMax), Max: 10 * 365 * 24 * time.Hour,
-			})...)
 		}
 		f.names = append(f.names, phase.Name)
 	}
@@ -220,8 +210,8 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		asked, made := time.Now(), false
 		var s *stored
 		err := o.claim(ctx, key, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.flow.claim, key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window()).QueryRow(one(&made, nil))
-			batch.Queue(o.sql.look, key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+			batch.Queue(o.sql[claimFlowSQL], key.Scope, key.Operation, key.Value, fingerprint, sealed, o.cfg.Lock, o.owner, kept, o.cfg.Operation, o.window()).QueryRow(one(&made, nil))
+			batch.Queue(o.sql[lookSQL], key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
 		})
 		switch {
 		case conflict(err), err == nil && s == nil:
@@ -270,7 +260,7 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	}
 	h, taken, age := newHolder(o, key, s, time.Now()), false, (*float64)(nil)
 	err = o.claim(ctx, key, func(batch *pgx.Batch) {
-		taking := h.statement(o.sql.flow.take, o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
+		taking := h.statement(o.sql[takeFlowSQL], o.cfg.Lock, o.owner, s.fingerprint, s.phases, s.calling, o.cfg.Operation, kept, o.window(), s.call)
 		batch.Queue(taking.sql, taking.args...).QueryRow(one(&taken, &s.data, &s.request, &s.sealed, &s.attempts, &age))
 	})
 	if err == nil && !taken || conflict(err) {
@@ -313,7 +303,7 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 	defer stop()
 	step, err := f.step(h, request)
 	if err != nil {
-		return Response{}, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+		return Response{}, errors.Join(err, h.unlock(ctx, err, f.cfg.RetryAfter, false))
 	}
 	for _, phase := range f.phases[len(h.at.phases):] {
 		if err := f.phase(ctx, h, step, phase); err != nil {
@@ -350,11 +340,6 @@ func (f *Flow[S]) state(key Key, s *stored) (state S, err error) {
 	return state, err
 }
 
-// retryAfter is how long the completer waits before it resumes a flow that failed.
-func (f *Flow[S]) retryAfter(h *holder) time.Duration {
-	return f.cfg.RetryAfter * time.Duration(min(1<<min(h.at.attempts-1, 10), 100))
-}
-
 // settle decides what a failed phase means for the key.
 func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen bool) (Response, error) {
 	var final *FinalError
@@ -365,7 +350,7 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 	case errors.As(cause, &final):
 		err := h.finish(ctx, final.Response)
 		if err != nil && !errors.Is(err, ErrLockLost) && !errors.Is(err, ErrUnanswered) {
-			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+			err = errors.Join(err, h.unlock(ctx, err, f.cfg.RetryAfter, false))
 		}
 		return final.Response, err
 	case errors.As(cause, &unknown):
@@ -379,5 +364,5 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 	case h.o.cfg.Strict && h.at.call != happened && errors.As(cause, &work) && !errors.Is(cause, errUnwound) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		return f.settle(ctx, h, &FinalError{Response: h.o.failed(ctx, h.key, cause)}, stolen) // what happened is continued instead
 	}
-	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))
+	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.cfg.RetryAfter, !h.called && errors.As(cause, &not)))
 }

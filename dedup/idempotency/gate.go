@@ -3,7 +3,6 @@ package idempotency
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"time"
 
@@ -15,12 +14,11 @@ import (
 type gate struct {
 	sync.Mutex
 	lines   map[name]*line
-	waiting map[string]int // waiting requests, by scope
-	running map[name]int   // functions of phases: while one runs that was left behind, nothing is decided
+	running map[name]int // functions of phases: while one runs that was left behind, nothing is decided
 }
 
 func newGate() gate {
-	return gate{lines: map[name]*line{}, waiting: map[string]int{}, running: map[name]int{}}
+	return gate{lines: map[name]*line{}, running: map[name]int{}}
 }
 
 // count adds to the functions that run, and returns their number.
@@ -40,32 +38,19 @@ type name struct{ scope, value string }
 
 // line holds the requests for one key.
 type line struct {
-	turn    chan struct{} // has one element while no request has the turn
-	over    chan struct{} // closed once the key has an outcome
+	turn    chan struct{} // has one element while no request has the turn; closed once the key has an outcome
 	waiting int
 	users   int
 }
 
-// inTurn executes a request when its turn comes, or answers it from what is stored. While another process
-// has the key, execute is called again, within WaitMax.
-func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (Response, error) {
-	for {
-		l, wait, err := o.enter(ctx, key)
-		switch {
-		case err != nil:
-			return Response{}, err
-		case l != nil:
-			return o.execute(ctx, l, wait, key, execute)
-		}
-		if response, ok, err := o.lookUp(ctx, key); ok || err != nil {
-			return response, err
-		}
+// inTurn executes a request when its turn comes. While another process has the key, execute is called again,
+// within WaitMax. It ends the turn also if the work panics, or does not return soon after ctx ended: then the
+// server ends its transaction.
+func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (response Response, err error) {
+	l, waitMax, err := o.enter(ctx, key)
+	if err != nil {
+		return Response{}, err
 	}
-}
-
-// execute ends the turn also if the work panics, or does not return soon after ctx ended: then the server
-// ends its transaction.
-func (o *Operation) execute(ctx context.Context, l *line, waitMax time.Duration, key Key, execute func() (Response, error)) (response Response, err error) {
 	ended, once := errNotEnded, sync.Once{}
 	leave := func(err error) { once.Do(func() { o.gate.leave(name{key.Scope, key.Value}, l, err) }) }
 	defer func() { leave(ended) }()
@@ -91,36 +76,20 @@ const (
 	askEvery  = 50 * time.Millisecond
 )
 
-// These bound how many requests of this process wait for one key, and for all keys of one scope.
-const (
-	keyWaitersMax   = 100
-	scopeWaitersMax = 256
-)
+// waitersMax bounds how many requests of this process wait for one key.
+const waitersMax = 100
 
 // errNotEnded is the error of a request that panics, or hangs.
 var errNotEnded = errors.New("the work did not return")
 
-// lookUp answers a request from what is stored, if that determines the answer. It begins no
-// transaction.
-func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok bool, err error) {
-	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
-	if err != nil {
-		return Response{}, false, fmt.Errorf("look at %v: %w", key, err)
-	}
-	if s == nil {
-		return Response{}, false, nil
-	}
-	return o.answer(key, s)
-}
-
 // enter waits for the request's turn, at most for WaitMax: then it may claim the key, and wait for other processes
-// for at most wait. No line: another request of this process left an outcome, which is read.
+// for at most wait. Once the key has an outcome, every waiting request has a turn: its claim finds the outcome.
 func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.Duration, err error) {
 	g, n, began := &o.gate, name{key.Scope, key.Value}, time.Now()
 	g.Lock()
 	defer g.Unlock()
 	if g.lines[n] == nil {
-		g.lines[n] = &line{turn: make(chan struct{}, 1), over: make(chan struct{})}
+		g.lines[n] = &line{turn: make(chan struct{}, 1)}
 		g.lines[n].turn <- struct{}{}
 	}
 	l := g.lines[n]
@@ -130,18 +99,16 @@ func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.D
 		return l, o.cfg.WaitMax, nil
 	default:
 	}
-	if l.waiting >= keyWaitersMax || g.waiting[n.scope] >= scopeWaitersMax {
+	if l.waiting >= waitersMax {
 		return nil, 0, &InProgressError{RetryAfter: time.Second, Crowded: true}
 	}
 	l.users++
 	l.waiting++
-	g.waiting[n.scope]++
 	g.Unlock()
 	timer := time.NewTimer(o.cfg.WaitMax)
 	select {
 	case <-l.turn:
 		turn, wait = l, max(0, o.cfg.WaitMax-time.Since(began))
-	case <-l.over:
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-timer.C:
@@ -150,9 +117,6 @@ func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.D
 	timer.Stop()
 	g.Lock()
 	l.waiting--
-	if g.waiting[n.scope]--; g.waiting[n.scope] == 0 {
-		delete(g.waiting, n.scope)
-	}
 	if turn == nil {
 		g.drop(n, l)
 	}
@@ -163,10 +127,12 @@ func (o *Operation) enter(ctx context.Context, key Key) (turn *line, wait time.D
 func (g *gate) leave(n name, l *line, err error) {
 	g.Lock()
 	defer g.Unlock()
-	if err == nil || errors.Is(err, ErrIndeterminate) || errors.Is(err, ErrAbandoned) {
-		close(l.over)
+	switch {
+	case g.lines[n] != l: // an earlier request left an outcome
+	case err == nil, errors.Is(err, ErrIndeterminate), errors.Is(err, ErrAbandoned):
+		close(l.turn)
 		delete(g.lines, n) // later requests begin another line
-	} else {
+	default:
 		l.turn <- struct{}{}
 	}
 	g.drop(n, l)

@@ -40,13 +40,13 @@ func held(t *testing.T, o *idempotency.Operation, k idempotency.Key, end func(ct
 // waiters are requests for one key that wait.
 func waiters(t *testing.T, o *idempotency.Operation, k idempotency.Key, n int, work func(context.Context, pgx.Tx) (idempotency.Response, error)) (answers func() ([]idempotency.Response, []error)) {
 	t.Helper()
-	before, _, _ := o.Waiting()
+	before, _ := o.Waiting()
 	responses, failures := make([]idempotency.Response, n), make([]error, n)
 	var group sync.WaitGroup
 	for i := range n {
 		group.Go(func() { responses[i], failures[i] = o.Once(t.Context(), k, work) })
 	}
-	testwait.Equal(t, before+n, "requests wait", func() int { now, _, _ := o.Waiting(); return now })
+	testwait.Equal(t, before+n, "requests wait", func() int { now, _ := o.Waiting(); return now })
 	return func() ([]idempotency.Response, []error) { group.Wait(); return responses, failures }
 }
 
@@ -64,7 +64,7 @@ func TestHangingWorkKeepsNoTurn(t *testing.T) {
 	t.Parallel()
 	pool, never, begun := newPool(t), make(chan struct{}), make(chan struct{})
 	t.Cleanup(func() { close(never) })
-	o := newOperation(t, pool, idempotency.Config{IdleTimeout: 100 * time.Millisecond, WaitMax: time.Minute})
+	o := newOperation(t, pool, idempotency.Config{IdleTimeout: time.Second, WaitMax: time.Minute})
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		_, _ = o.Once(ctx, key("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
@@ -96,7 +96,7 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 		_, err := replica.Once(t.Context(), key("busy"), insertOnce("busy"))
 		second <- err
 	}()
-	testwait.Equal(t, 1, "the replica waits", func() int { _, keys, _ := replica.Waiting(); return keys })
+	testwait.Equal(t, 1, "the replica waits", func() int { _, keys := replica.Waiting(); return keys })
 	answers, others := waiters(t, o, key("busy"), 10, insertOnce("busy")), waiters(t, replica, key("busy"), 10, insertOnce("busy"))
 	for _, o := range []*idempotency.Operation{o, replica} {
 		_, err := o.Once(t.Context(), idempotency.Key{Scope: "another tenant", Value: "k"}, insertOnce("other"))
@@ -114,13 +114,12 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 	}
 	require.Equal(t, 1, effects(t, pool, "busy"))
 	for _, o := range []*idempotency.Operation{o, replica} {
-		requests, keys, scopes := o.Waiting()
-		require.Zero(t, requests+keys+scopes, "nothing is kept of those who waited")
+		requests, keys := o.Waiting()
+		require.Zero(t, requests+keys, "nothing is kept of those who waited")
 	}
 }
 
-// Property: 100 requests wait for a key, and 256 for all keys of a tenant: one more is refused at once;
-// other tenants, and keys for which no request waits, are not.
+// Property: 100 requests wait for a key: one more is refused at once; those for other keys are not.
 func TestWaitersAreBounded(t *testing.T) {
 	t.Parallel()
 	pool := poolOf(t, newPool(t), 8)
@@ -134,25 +133,17 @@ func TestWaitersAreBounded(t *testing.T) {
 		_, err := o.Once(t.Context(), k, insertOnce(k.Value))
 		return err
 	}
-	var ends []func() error
-	for n, waiting := range map[string]int{"busy": 100, "other": 100, "third": 56} {
-		ends = append(ends, held(t, o, key(n), insertOnce(n)))
-		answers := waiters(t, o, key(n), waiting, insertOnce(n))
-		ends = append(ends, func() error { _, failures := answers(); return errors.Join(failures...) })
-		require.NoError(t, once(key("new "+n)), "no request waits for it")
-		if waiting == 100 {
-			var crowded *idempotency.InProgressError
-			require.ErrorAs(t, once(key(n)), &crowded)
-			require.Equal(t, idempotency.InProgressError{RetryAfter: time.Second, Crowded: true}, *crowded)
-		}
-	}
-	require.ErrorIs(t, once(key("third")), idempotency.ErrInProgress)
-	require.EqualValues(t, 3, crowds.Load())
-	require.NoError(t, once(key("new")))
-	require.NoError(t, once(idempotency.Key{Scope: "another", Value: "third"}))
-	for _, end := range ends {
-		require.NoError(t, end())
-	}
+	release := held(t, o, key("busy"), insertOnce("busy"))
+	answers := waiters(t, o, key("busy"), 100, insertOnce("busy"))
+	var crowded *idempotency.InProgressError
+	require.ErrorAs(t, once(key("busy")), &crowded)
+	require.Equal(t, idempotency.InProgressError{RetryAfter: time.Second, Crowded: true}, *crowded)
+	require.EqualValues(t, 1, crowds.Load())
+	require.NoError(t, once(key("new")), "no request waits for it")
+	require.NoError(t, once(idempotency.Key{Scope: "another", Value: "busy"}))
+	require.NoError(t, release())
+	_, failures := answers()
+	require.NoError(t, errors.Join(failures...))
 }
 
 // Property: if the work of the first request fails, or panics, the next one executes it, one at a

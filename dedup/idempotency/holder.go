@@ -78,7 +78,7 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.o.cfg.Lock/3)
 	defer cancel()
 	asked := time.Now()
-	held, err := h.update(ctx, h.o.sql.flow.renew, h.o.cfg.Lock, h.o.window())
+	held, err := h.update(ctx, h.o.sql[renewSQL], h.o.cfg.Lock, h.o.window())
 	if held && err == nil {
 		h.renewed.Store(&asked)
 	}
@@ -93,7 +93,7 @@ func (h *holder) statement(sql string, args ...any) statement {
 // finishing returns the statement that stores the outcome, with the phase that made it; nil: none did.
 func (h *holder) finishing(phase *string, response Response) (statement, error) {
 	out, err := h.o.outcome(h.key, response, h.at.sealed)
-	return h.statement(h.o.sql.flow.finish, phase, out.status, out.headers, out.body, out.dropped, h.o.window()), err
+	return h.statement(h.o.sql[finishSQL], phase, out.status, out.headers, out.body, out.dropped, h.o.window()), err
 }
 
 // update writes under the token, and reports whether the token is still valid. It waits for a phase
@@ -101,7 +101,7 @@ func (h *holder) finishing(phase *string, response Response) (statement, error) 
 // committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
 	s, tag := h.statement(sql, args...), pgconn.CommandTag{}
-	err := h.o.repeat(ctx, func() (err error) {
+	err := repeat(ctx, func() (err error) {
 		tag, err = h.o.pool.Exec(ctx, s.sql, s.args...)
 		return err
 	})
@@ -113,7 +113,7 @@ func (h *holder) calling(phase string, kind call) error {
 	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
 	defer cancel()
 	asked := time.Now()
-	rows, err := h.o.durably(ctx, h.statement(h.o.sql.flow.calling, phase, kind, h.o.cfg.Lock))
+	rows, err := h.o.durably(ctx, h.statement(h.o.sql[callingSQL], phase, kind, h.o.cfg.Lock))
 	if err != nil {
 		return fmt.Errorf("record the call of phase %q: %w", phase, err)
 	}
@@ -134,7 +134,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	if notCalled && h.noted != "" && h.since.IsZero() {
 		withdrawn = &h.noted
 	}
-	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn, h.o.window()); err != nil {
+	if _, err := h.update(ctx, h.o.sql[unlockSQL], text(cause), retryAfter, withdrawn, h.o.window()); err != nil {
 		return fmt.Errorf("release the lock of %v, which expires by itself: %w", h.key, err)
 	}
 	return nil
@@ -145,7 +145,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) (bool, error) {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	rows, err := h.o.durably(ctx, h.statement(h.o.sql.flow.undecided, to, text(cause), wait))
+	rows, err := h.o.durably(ctx, h.statement(h.o.sql[undecidedSQL], to, text(cause), wait))
 	if err != nil {
 		return false, fmt.Errorf("mark %v as %s: %w", h.key, to, err)
 	}

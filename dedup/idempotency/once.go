@@ -37,7 +37,7 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 		return o.answered(Response{}, err)
 	}
 	return o.answered(o.inTurn(ctx, key, func() (response Response, err error) {
-		err = o.repeat(ctx, func() error {
+		err = repeat(ctx, func() error {
 			response, err = o.once(ctx, key, work)
 			return err
 		})
@@ -45,11 +45,14 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	}))
 }
 
+// retriesMax bounds how often a transaction is retried at once after a serialization failure or a deadlock.
+const retriesMax = 10
+
 // repeat calls f again after a serialization failure or a deadlock.
-func (o *Operation) repeat(ctx context.Context, f func() error) error {
+func repeat(ctx context.Context, f func() error) error {
 	for attempt := 1; ; attempt++ {
 		err := f()
-		if err == nil || attempt > o.cfg.Retries || !conflict(err) {
+		if err == nil || attempt > retriesMax || !conflict(err) {
 			return err
 		}
 		if !pause.For(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
@@ -125,7 +128,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 // this transaction holds the key.
 func (o *Operation) beginClaimed(ctx context.Context, key Key, fingerprint []byte) (t *transaction, took bool, err error) {
 	t, err = o.begin(ctx, min(claimWait, o.cfg.WaitMax), true, func(batch *pgx.Batch) {
-		batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), fingerprint).QueryRow(one(&took, nil))
+		batch.Queue(o.sql[claimWorkSQL], key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout), fingerprint).QueryRow(one(&took, nil))
 		batch.Queue(savepointSQL)
 	})
 	return t, took, claimed(ctx, key, err)
@@ -158,7 +161,7 @@ func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err erro
 	defer t.end(ctx)
 	batch := &pgx.Batch{}
 	batch.Queue("ROLLBACK")
-	batch.Queue(t.o.sql.look, key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+	batch.Queue(t.o.sql[lookSQL], key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
 	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, fmt.Errorf("look at %v: %w", key, err)
 	}
@@ -193,7 +196,7 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 func (o *Operation) storing(key Key, response Response) (func(*pgx.Batch), error) {
 	out, err := o.outcome(key, response, o.cfg.Seal != nil)
 	return func(batch *pgx.Batch) {
-		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
+		batch.Queue(o.sql[respondSQL], key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
 			QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
 				if pgerr.Is(err, pgerr.DivisionByZero) { // not the transaction that claimed the key; the server skips COMMIT

@@ -39,9 +39,6 @@ type Config struct {
 	StatementTimeout, LockTimeout, IdleTimeout time.Duration
 	// Isolation of the transactions of the work. Default read committed.
 	Isolation pgx.TxIsoLevel
-	// Retries is how often a transaction is retried at once after a serialization failure or a
-	// deadlock. 1 to 100; default 5.
-	Retries int
 	// Strict stores the first outcome even if it is a failure that a retry could fix: Failed makes
 	// the response. Default: such a failure stores nothing, and the next request executes.
 	Strict bool
@@ -102,7 +99,7 @@ type Sealer interface {
 type Operation struct {
 	pool  *pgxpool.Pool
 	cfg   Config
-	sql   queries
+	sql   map[string]string // statements in the schema: see newQueries
 	gate  gate
 	flow  atomic.Bool // NewFlow made its flow
 	owner string      // names this process in locks
@@ -140,7 +137,6 @@ func (c Config) withDefaults() (Config, error) {
 		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)...)
 	problems = append(problems, bounds.Ints(
-		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
 		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
 	switch c.Isolation {
@@ -202,12 +198,12 @@ func (o *Operation) complete(k Key) (Key, error) {
 // executed again. Unfinished keys stay: call it again when they are finished.
 func (o *Operation) ForgetScope(ctx context.Context, scope string) (forgotten int64, err error) {
 	for {
-		tag, err := o.pool.Exec(ctx, o.sql.forgetScope, scope, reapMax)
+		tag, err := o.pool.Exec(ctx, o.sql[forgetScopeSQL], scope, pageMax)
 		forgotten += tag.RowsAffected()
 		if err != nil {
 			return forgotten, fmt.Errorf("forget the keys of scope %q: %w", scope, err)
 		}
-		if tag.RowsAffected() < reapMax {
+		if tag.RowsAffected() < pageMax {
 			return forgotten, nil
 		}
 	}

@@ -62,7 +62,7 @@ var (
 )
 
 // InProgressError is an ErrInProgress with the time after which a retry is worthwhile. Crowded: 100 requests of
-// this process wait for the key, or 256 for the tenant's keys, and no statement was sent to the database.
+// this process wait for the key, and no statement was sent to the database.
 type InProgressError struct {
 	RetryAfter time.Duration
 	Crowded    bool

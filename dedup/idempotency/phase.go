@@ -38,8 +38,8 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
-	response := step.response                 // as the call left it
-	return h.o.repeat(writing, func() error { //nolint:contextcheck // its writes do not end with the caller
+	response := step.response             // as the call left it
+	return repeat(writing, func() error { //nolint:contextcheck // its writes do not end with the caller
 		var again S // each run starts with the state after the call
 		if err := json.Unmarshal(learnt, &again); err != nil {
 			return fmt.Errorf("read the state of %v: %w", h.key, err)
@@ -52,9 +52,9 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 // call makes the foreign call, which ctx interrupts. An AtMostOnce call is recorded first, and not
 // interrupted: its outcome would be unknown.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	if age := time.Since(h.since); !h.since.IsZero() && age > phase.CallAgainMax { // of an AtMostOnce phase at once
-		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, more than Phase.CallAgainMax, %v: the foreign system may have forgotten its key",
-			phase.Name, age.Round(time.Second), phase.CallAgainMax))
+	if age := time.Since(h.since); !h.since.IsZero() && (phase.AtMostOnce || age > f.cfg.GiveUpAfter) {
+		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, and is not repeated (the phase is AtMostOnce, or that is more than FlowConfig.GiveUpAfter, %v): the foreign system may have forgotten its key",
+			phase.Name, age.Round(time.Second), f.cfg.GiveUpAfter))
 	}
 	kind := repeatable
 	if phase.AtMostOnce {
@@ -208,13 +208,13 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (s
 		return h.finishing(&phase.Name, *step.response)
 	}
 	data, err := h.o.seal(h.key, "data", data, h.at.sealed)
-	return h.statement(h.o.sql.flow.advance, phase.Name, data), err
+	return h.statement(h.o.sql[advanceSQL], phase.Name, data), err
 }
 
 func (c *FlowConfig[S]) checkDurations() []error {
 	return bounds.Durations(
 		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "GiveUpAfter", Value: &c.GiveUpAfter, Default: 22 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
+		bounds.Duration{Field: "GiveUpAfter", Value: &c.GiveUpAfter, Default: 22 * time.Hour, Min: max(time.Minute, c.CallMax), Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "CompareEvery", Value: &c.CompareEvery, Default: time.Hour, Min: time.Second, Max: 24 * time.Hour},
 		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},

@@ -84,16 +84,15 @@ VALUES ($1::text, $2::text, $3::text, $4::bytea, 'indeterminate', $5, 1, $6)
 ON CONFLICT (scope, operation, key) DO UPDATE SET state = 'indeterminate', error = excluded.error, expires_at = NULL
 WHERE coalesce(k.state, '') OPERATOR(pg_catalog.<>) 'running' AND coalesce(k.state, '') OPERATOR(pg_catalog.<>) 'abandoned' AND k.finished_at IS NULL`
 
-type queries struct {
-	settings, look, guard, forgetScope string
-	claimWork, respond, doubt          string
-	flow                               flowQueries
-}
-
-func newQueries(schema string) queries {
-	in := func(sql string) string { return migrations.InSchema(sql, schema) }
-	return queries{
-		settings: settingsSQL, look: in(lookSQL), guard: in(handlertx.GuardSQL), forgetScope: in(forgetScopeSQL),
-		claimWork: in(claimWorkSQL), respond: in(respondSQL), doubt: in(doubtSQL), flow: newFlowQueries(in),
+// newQueries returns each statement for a schema.
+func newQueries(schema string) map[string]string {
+	queries := map[string]string{}
+	for _, sql := range []string{
+		settingsSQL, handlertx.GuardSQL, lookSQL, forgetScopeSQL, claimWorkSQL, respondSQL, doubtSQL,
+		claimFlowSQL, takeFlowSQL, renewSQL, unlockSQL, leaveSQL, callingSQL, undecidedSQL, advanceSQL, finishSQL,
+		abandonedSQL, undecidedKeysSQL, decidedSQL, compareSQL,
+	} {
+		queries[sql] = migrations.InSchema(sql, schema)
 	}
+	return queries
 }

@@ -26,9 +26,11 @@ UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::in
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
 // unlockSQL removes the record of the call of phase $7, which was not made, and of no other: after a
-// server lost a claim, another call under the same token may be running.
+// server lost a claim, another call under the same token may be running. It postpones the key as leaveSQL does,
+// by the time since its last phase.
 const unlockSQL = `-- idempotency.unlock
-UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
+UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5,
+  retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - coalesce(phase_since, created_at)), 100::float8 * $6::interval),
   calling = nullif(calling::text, $7), call = CASE WHEN calling::text = $7 THEN NULL ELSE call END, calling_since = CASE WHEN calling::text = $7 THEN NULL ELSE calling_since END,
   expires_at = CASE WHEN expires_at IS NOT NULL THEN greatest(expires_at, clock_timestamp() + $8::interval) END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
@@ -75,8 +77,8 @@ ORDER BY coalesce(retry_at, created_at) LIMIT $3`
 // doubt has no flow, and no phase to continue at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, created_at, coalesce(error, '') FROM effectonce.idempotency_keys
-WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($3, $4, $5)
-  AND flow OPERATOR(pg_catalog.=) $2 ORDER BY created_at, scope, key LIMIT $6`
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp())
+  AND flow OPERATOR(pg_catalog.=) $2 ORDER BY created_at LIMIT $3`
 
 // decidedSQL returns a key to its phases. $5 is the phase whose call happened, with $6 as the state
 // behind it.
@@ -91,16 +93,3 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 const compareSQL = `-- idempotency.compare
 SELECT scope, key, state OPERATOR(pg_catalog.=) 'running', $2 = ANY (phases), created_at > $3 AND coalesce(finished_at, phase_since, created_at) < $4
 FROM effectonce.idempotency_keys WHERE operation OPERATOR(pg_catalog.=) $1`
-
-type flowQueries struct {
-	claim, take, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, undecidedKeys, decided, compare               string
-}
-
-func newFlowQueries(in func(string) string) flowQueries {
-	return flowQueries{
-		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
-		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL), compare: in(compareSQL),
-	}
-}

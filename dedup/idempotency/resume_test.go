@@ -30,7 +30,7 @@ var errSilent = errors.New("no answer")
 func charges(t *testing.T, pool *pgxpool.Pool, charge func() error, decision idempotency.Decision) *idempotency.Flow[payment] {
 	t.Helper()
 	return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{
-		GiveUpAfter: 10_000 * time.Hour, Reconcile: func(_ context.Context, undecided idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+		Reconcile: func(_ context.Context, undecided idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 			require.Equal(t, "charge", undecided.Phase)
 			return decision, nil
 		},
@@ -41,7 +41,7 @@ func charges(t *testing.T, pool *pgxpool.Pool, charge func() error, decision ide
 }
 
 // Property: a call that may have been made is repeated only while the foreign system remembers its
-// key: within CallAgainMax of the first call, by the database's clock, however wrong this process's
+// key: within GiveUpAfter of the first call, by the database's clock, however wrong this process's
 // clock is. After that the key is in doubt; the reconciler, which gets the phase, can have the call
 // repeated, any number of times. Row H5 of guarantees.md.
 func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
@@ -63,12 +63,12 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 			again(10*time.Hour, errSilent, 3)
 			again(2*time.Hour, idempotency.ErrIndeterminate, 3)
 			again(0, idempotency.ErrIndeterminate, 3)
-			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND call = 'repeatable' AND phases = '{reserve}' AND error LIKE '%CallAgainMax%'`))
+			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND call = 'repeatable' AND phases = '{reserve}' AND error LIKE '%GiveUpAfter%'`))
 			pass(time.Hour)
 			decided, err := flow.Reconcile(t.Context())
 			require.NoError(t, err)
 			require.Equal(t, 1, decided)
-			again(30*time.Hour, errSilent, 4)
+			again(10*time.Hour, errSilent, 4)
 			again(21*time.Hour, errSilent, 5)
 			again(2*time.Hour, idempotency.ErrIndeterminate, 5)
 			require.Zero(t, effects(t, pool, "charge"))
@@ -107,7 +107,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 			_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET `+c.sql+` WHERE key = $1`, name)
 			require.NoError(t, err)
 		}
-		passes(t, pool, 30*time.Hour)
+		passes(t, pool, map[bool]time.Duration{true: 15 * time.Hour, false: 30 * time.Hour}[c.again])
 		before := asked
 		answer = errSilent
 		_, err = flow.Do(t.Context(), key(name), nil)
@@ -191,9 +191,7 @@ func TestOnlyTheDatabasesClockCounts(t *testing.T) {
 
 			forgets := func(after time.Duration, keys int64) {
 				pass(after)
-				reaped, err := op.Reap(t.Context())
-				require.NoError(t, err)
-				require.Equal(t, keys, reaped)
+				require.Equal(t, keys, reap(t, pool).Forgotten)
 			}
 			forgets(23*time.Hour, 0)
 			_, err = op.Once(t.Context(), key("once"), insertOnce("once"))

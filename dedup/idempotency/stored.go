@@ -98,14 +98,19 @@ func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err er
 
 func (o *Operation) replay(k Key, s *stored) (Response, error) {
 	r := Response{Status: *s.status, Replayed: true, BodyDropped: s.dropped}
-	headers, err := o.openHeaders(k, s)
-	if err != nil {
-		return Response{}, err
-	}
-	if headers != nil {
-		if err = json.Unmarshal(headers, &r.Header); err != nil {
-			return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
+	headers := s.headers
+	var err error
+	if s.sealed && headers != nil { // one string of base64, since the column is jsonb
+		var text []byte
+		if err = json.Unmarshal(headers, &text); err == nil {
+			headers, err = o.open(k, "headers", text, true)
 		}
+	}
+	if err == nil && headers != nil {
+		err = json.Unmarshal(headers, &r.Header)
+	}
+	if err != nil {
+		return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
 	}
 	r.Body, err = o.open(k, "body", s.body, s.sealed)
 	return r, err
@@ -131,8 +136,12 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 	if err != nil {
 		return out, fmt.Errorf("%v: %w", k, err)
 	}
-	if headers, err = o.sealHeaders(k, headers, sealed); err != nil {
-		return out, err
+	if sealed && headers != nil {
+		text, err := o.seal(k, "headers", headers, true)
+		if err != nil {
+			return out, err
+		}
+		headers, _ = json.Marshal(text) // bytes
 	}
 	if headers != nil {
 		out.headers = new(string(headers))
@@ -172,29 +181,6 @@ func boundFingerprint(k Key) []byte { return hash("fingerprint", bound(k, ""), k
 
 func errNoSeal(k Key) error {
 	return fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
-}
-
-// sealHeaders encodes sealed headers as one base64 string, since their column is jsonb.
-func (o *Operation) sealHeaders(k Key, plain []byte, sealed bool) ([]byte, error) {
-	if !sealed || plain == nil {
-		return plain, nil
-	}
-	text, err := o.seal(k, "headers", plain, sealed)
-	if err != nil {
-		return nil, err
-	}
-	return json.Marshal(text)
-}
-
-func (o *Operation) openHeaders(k Key, s *stored) ([]byte, error) {
-	if !s.sealed || s.headers == nil {
-		return s.headers, nil
-	}
-	var text []byte
-	if err := json.Unmarshal(s.headers, &text); err != nil {
-		return nil, fmt.Errorf("read the headers of %v: %w", k, err)
-	}
-	return o.open(k, "headers", text, s.sealed)
 }
 
 // seal encrypts a text of a key if its row is sealed. Each text is bound to its key and its column.

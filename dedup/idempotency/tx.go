@@ -106,7 +106,7 @@ func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarde
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
 	o.queueLimits(batch, lockTimeout)
 	if guarded { // before the savepoint, which would undo it
-		batch.Queue(o.sql.guard)
+		batch.Queue(o.sql[handlertx.GuardSQL])
 	}
 	first(batch)
 	if err := o.send(ctx, pooled, batch); err != nil {
@@ -118,7 +118,7 @@ func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarde
 
 // queueLimits bounds the statements behind it in a transaction, and how long they wait for locks.
 func (o *Operation) queueLimits(batch *pgx.Batch, lockTimeout time.Duration) {
-	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
+	batch.Queue(o.sql[settingsSQL], millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
 }
 
 // send sends the first statements of a transaction in one round trip, which is bounded.

@@ -47,7 +47,7 @@ func (o *Operation) failed(ctx context.Context, key Key, cause error) Response {
 // one, unless another request has executed it.
 func (o *Operation) doubting(key Key, cause error) (statement, error) {
 	fingerprint, err := o.fingerprint(key)
-	return statement{o.sql.doubt, []any{key.Scope, key.Operation, key.Value, fingerprint, o.cfg.Seal != nil, text(cause)}}, err
+	return statement{o.sql[doubtSQL], []any{key.Scope, key.Operation, key.Value, fingerprint, o.cfg.Seal != nil, text(cause)}}, err
 }
 
 // conclude ends the transaction of a claim with a verdict on its work. If the claim is lost with its

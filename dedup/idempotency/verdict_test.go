@@ -312,7 +312,7 @@ func TestVerdictsAreWhatIsDocumented(t *testing.T) {
 		"no error": nil, "other error": because, "NotDone": idempotency.NotDone(because), "Indeterminate": idempotency.Indeterminate(because),
 		"Final": idempotency.Final(idempotency.Response{Status: 422}, because),
 	}
-	statuses := map[string]int{"Commit": 201, "Refuse": 422, "Forget": 503}
+	statuses := map[string]int{"Status 201": 201, "Status 422": 422, "Status 503": 503}
 	columns, rows := verdictTable(t)
 	require.Len(t, rows, len(verdicts)+len(statuses))
 	for i, column := range columns {

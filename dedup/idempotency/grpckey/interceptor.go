@@ -70,9 +70,6 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 	problems := bounds.Durations(
 		bounds.Duration{Field: "HandlerTimeout", Value: &cfg.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)
-	if scope == nil {
-		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a call"))
-	}
 	if len(cfg.Methods) == 0 {
 		problems = append(problems, bounds.Problem("Methods", cfg.Methods, `at least one, such as "/shop.Orders/Create"`))
 	}
@@ -82,7 +79,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 			problems = append(problems, bounds.Problem("Methods", fmt.Sprintf("%q", method), "the full name of a unary method that is linked into the program"))
 		}
 	}
-	op, err := serving.New(pool, cfg.Operation, failed, cfg.HandlerTimeout)
+	op, err := serving.New(pool, cfg.Operation, failed, scope != nil, cfg.HandlerTimeout)
 	if err := errors.Join(append(problems, err)...); err != nil {
 		return nil, err
 	}

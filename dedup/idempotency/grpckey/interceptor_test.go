@@ -290,7 +290,7 @@ func TestReasons(t *testing.T) {
 		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, "IDEMPOTENCY_KEY_IN_PROGRESS", time.Second},
 		{idempotency.ErrMismatch, codes.InvalidArgument, "IDEMPOTENCY_KEY_REUSED", 0},
 		{idempotency.ErrIndeterminate, codes.FailedPrecondition, "IDEMPOTENCY_KEY_UNDECIDED", 0},
-		{idempotency.ErrAbandoned, codes.FailedPrecondition, "IDEMPOTENCY_KEY_ABANDONED", 0},
+		{idempotency.ErrAbandoned, codes.FailedPrecondition, "IDEMPOTENCY_KEY_UNDECIDED", 0},
 		{idempotency.ErrUnanswered, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", time.Second},
 		{idempotency.ErrUnreadable, codes.Unavailable, "IDEMPOTENCY_OUTCOME_UNKNOWN", time.Second},
 		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, "UNAVAILABLE", time.Second},

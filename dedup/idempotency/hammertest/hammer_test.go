@@ -402,7 +402,7 @@ func (h *history) verdict(effects []effect, charges int, state string) []string 
 			outcome = a
 		case a.Kept:
 			when(a.Status != outcome.Status || a.Text != outcome.Text, "copies were answered differently")
-			when(a.Body != outcome.Body, "two bodies got the outcome")
+			when(a.Body != outcome.Body && h.kind != kindHook, "two bodies got the outcome") // of an event the ID decides
 		}
 	}
 	if outcome.Status >= 200 && outcome.Status < 300 {

@@ -96,7 +96,7 @@ func serve(spec string) error {
 	hook := operation(kindHook)
 	hook.Operation = ""
 	receiver, err := webhook.New(s.pool, webhook.Config{
-		Sender: "sender", Name: kindHook, CompareBody: true, Idempotency: hook,
+		Sender: "sender", Name: kindHook, Idempotency: hook,
 		Scheme: webhook.SchemeOf(func(header http.Header, _ []byte) (webhook.Event, error) {
 			return webhook.Event{ID: header.Get("Idempotency-Key")}, nil
 		}),

@@ -30,12 +30,6 @@ type Config struct {
 	// method, path or query is a mismatch. Failed is not allowed: with Strict the handler's response
 	// to a failure is stored.
 	Operation idempotency.Config
-	// PassWithoutKey are the methods that pass through if they come without a key, without a transaction.
-	// With a key, which a client sends because it relies on it, they are executed once, like any other;
-	// other methods get 400 without one. Default PUT and DELETE, which HTTP defines as idempotent. Empty and not nil: none. A handler of
-	// such a method calls TxOf for its transaction: what it writes on another connection is committed
-	// independently of the key, and needs a connection in addition to that of the request.
-	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
 	// ReadTimeout is how long reading a body may take; no database connection is held during it. It
@@ -49,8 +43,6 @@ type Config struct {
 	// Headers of responses to store and replay, in addition to ReplayedHeaders: none that may not be
 	// shown again (tokens), and none that idempotency.NeverStored reports.
 	Headers []string
-	// Outcome decides by the status what happens to a response. Default: DefaultOutcome.
-	Outcome func(status int) Outcome
 	// Fingerprint returns the part of the body that distinguishes requests; method, path, query and
 	// media type always count. An error is answered with 400. Default: Canonical.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
@@ -68,16 +60,12 @@ type Middleware struct {
 // The caller owns the pool, which must connect to the primary.
 func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	problems := cfg.check()
-	if scope == nil {
-		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a request"))
-	}
 	m := &Middleware{scope: scope, cfg: cfg, keep: map[string]bool{}}
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
-	op, err := serving.New(pool, m.cfg.Operation, failed, m.cfg.HandlerTimeout)
-	problems = append(problems, err)
-	if err := errors.Join(problems...); err != nil {
+	op, err := serving.New(pool, m.cfg.Operation, failed, scope != nil, m.cfg.HandlerTimeout)
+	if err := errors.Join(append(problems, err)...); err != nil {
 		return nil, err
 	}
 	m.op = op
@@ -96,29 +84,16 @@ func (c *Config) check() []error {
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
-	if c.PassWithoutKey == nil {
-		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
-	}
-	for _, method := range c.PassWithoutKey {
-		if !isName(method) || method != strings.ToUpper(method) {
-			problems = append(problems, bounds.Problem("PassWithoutKey", fmt.Sprintf("%q", method), "a method in capitals"))
-		}
-	}
 	for _, name := range c.Headers {
 		switch {
-		case !isName(name):
+		case name == "" || strings.ContainsAny(name, " \t\r\n:,"):
 			problems = append(problems, bounds.Problem("Headers", fmt.Sprintf("%q", name), "the name of a header"))
 		case idempotency.NeverStored(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
 		}
-	}
-	if c.Outcome == nil {
-		c.Outcome = DefaultOutcome
 	}
 	if c.Fingerprint == nil {
 		c.Fingerprint = Canonical
 	}
 	return problems
 }
-
-func isName(text string) bool { return text != "" && !strings.ContainsAny(text, " \t\r\n:,") }

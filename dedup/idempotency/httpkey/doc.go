@@ -12,9 +12,10 @@
 //
 // # What is kept
 //
-// DefaultOutcome decides by the status: 2xx and 3xx are committed and stored. A 4xx that a retry
-// would get again is stored, and the handler's writes are rolled back. 401, 403, 408, 409, 423,
-// 425, 429 and 5xx store nothing and free the key. A panic rolls back and is passed on. The status,
+// The status decides: 2xx and 3xx are committed and stored. A 4xx that a retry would get again is
+// stored, and the handler's writes are rolled back. 401, 403, 408, 409, 423, 425, 429 and 5xx store
+// nothing and free the key: a retry may succeed. To store another status, pass an idempotency.Final to
+// Fail. A panic rolls back and is passed on. The status,
 // the body, and the headers of ReplayedHeaders and Config.Headers are stored; those that
 // idempotency.NeverStored reports, such as Set-Cookie, never are. At a replay a header that an outer
 // layer has set stays, unless it describes the body (Content-Type and the like). CORS headers and
@@ -27,8 +28,10 @@
 // passes idempotency.ErrExpired to Fail; that error has the details. If the rows are deleted, or
 // have no such ID, nothing prevents a second execution: make the window longer than clients retry.
 //
-// POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with
-// one. GET, HEAD, OPTIONS and TRACE pass through. See Config.PassWithoutKey.
+// POST and PATCH need a key: without one they get 400. PUT and DELETE, which HTTP defines as idempotent,
+// pass through without one, without a transaction (TxOf), and are executed once with one. GET, HEAD,
+// OPTIONS and TRACE pass through. Where a POST may come without a key, look for the header in front of
+// Middleware.Handler.
 //
 // Calls to other systems do not belong in a transaction: see FlowHandler. Slow work is answered
 // with 202 and done by a consumer: see examples/accepted.
@@ -36,14 +39,8 @@
 // # What this package answers itself
 //
 // The middleware answers with problems of RFC 9457, each with its own type, and fixed texts, which
-// contain neither keys nor errors: see docs/reference/idempotency-keys.md. 409 with Retry-After means that another request is executing
-// under the key, 409 without it that a person has to decide. 422 means that the key belongs to
-// another request, 429 that too many requests of this caller are waiting, 503 that the same key
-// may be retried. 410 means that the request was executed, and
-// that its response was too large to be stored, or is no longer stored.
-//
-// docs/how-to/http-keys.md has a table of all kinds of bad requests, and of requests whose client
-// or server disconnects.
+// contain neither keys nor errors. docs/reference/idempotency-keys.md lists them, and
+// docs/how-to/http-keys.md all kinds of bad requests, and of requests whose client or server disconnects.
 //
 // # Position in the handler chain
 //
@@ -51,9 +48,9 @@
 // and the scope is the caller that authentication accepted. Let the scope be the principal if
 // callers of one tenant must not see each other's responses.
 //
-// Put it in front of everything that reads the body. A request whose body was read before, even in
-// part, is refused with 500, if it declared its length or was parsed as a form. For a chunked body
-// this cannot be detected.
+// Put it in front of everything that reads the body. A request whose whole body was read before is
+// refused with 500, if it declared its length or was parsed as a form. For other chunked bodies, and
+// for bodies that were read in part, this cannot be detected.
 //
 // Put it inside of what compresses, logs or measures: the whole response arrives at once. What
 // recovers panics belongs outside, too: if a panic is recovered inside, after the response was

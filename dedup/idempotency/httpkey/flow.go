@@ -40,9 +40,21 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		return nil, err
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		key, body, ok := m.readFlow(w, r, request)
-		if !ok {
+		if e := serving.From(r.Context()); e != nil && e.Key.Operation == m.cfg.Operation.Operation {
+			m.op.Config().Logger.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
+			refuse(w, serving.Internal, 0)
 			return
+		}
+		key, body, problem := m.readRequest(w, r)
+		if problem != "" {
+			refuse(w, problem, 0)
+			return
+		}
+		if request != nil {
+			var ok bool
+			if body, ok = convert(w, r, body, request); !ok {
+				return
+			}
 		}
 		ctx, cancel := serving.Outliving(r.Context(), m.cfg.HandlerTimeout)
 		defer cancel()
@@ -58,18 +70,8 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 	}), nil
 }
 
-// readFlow returns the key of a request and the input of the phases, or answers with the reason why
-// it cannot.
-func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request func(r *http.Request) ([]byte, error)) (idempotency.Key, []byte, bool) {
-	if e := serving.From(r.Context()); e != nil && e.Key.Operation == m.cfg.Operation.Operation {
-		m.op.Config().Logger.ErrorContext(r.Context(), "a FlowHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
-		refuse(w, serving.Internal, 0)
-		return idempotency.Key{}, nil, false
-	}
-	key, body, ok := m.readRequest(w, r)
-	if !ok || request == nil {
-		return key, body, ok
-	}
+// convert returns the input of the phases, or answers with the reason why it cannot.
+func convert(w http.ResponseWriter, r *http.Request, body []byte, request func(r *http.Request) ([]byte, error)) ([]byte, bool) {
 	run := again(r.Context(), r, body)
 	defer removeFiles(run, r)
 	input, err := request(run)
@@ -80,5 +82,5 @@ func (m *Middleware) readFlow(w http.ResponseWriter, r *http.Request, request fu
 	case err != nil:
 		refuse(w, serving.Unreadable, 0)
 	}
-	return key, input, err == nil
+	return input, err == nil
 }

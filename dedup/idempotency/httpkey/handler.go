@@ -17,7 +17,8 @@ import (
 func Tx(r *http.Request) pgx.Tx { return of(r).Tx }
 
 // TxOf is Tx for a handler that also serves requests that pass through, such as a PUT without a
-// key: it reports whether there is a transaction. If there is, Key and Fail work, too.
+// key: it reports whether there is a transaction. If there is, Key and Fail work, too. What the handler
+// writes on another connection is committed independently of the key.
 func TxOf(r *http.Request) (pgx.Tx, bool) {
 	e := serving.From(r.Context())
 	if e == nil {
@@ -37,5 +38,5 @@ func Key(r *http.Request) idempotency.Key { return of(r).Key }
 func Fail(r *http.Request, err error) { of(r).Err = err }
 
 func of(r *http.Request) *serving.Exchange {
-	return serving.Of(r.Context(), "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassWithoutKey")
+	return serving.Of(r.Context(), "httpkey: no transaction: wrap the route in Middleware.Handler, and call TxOf where a request may come without a key")
 }

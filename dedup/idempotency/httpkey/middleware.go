@@ -6,12 +6,10 @@ import (
 	"errors"
 	"io"
 	"net/http"
-	"slices"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
@@ -22,85 +20,48 @@ import (
 // its place in the chain of handlers.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
+		keyless := len(r.Header.Values(keyHeader)) == 0 && (r.Method == http.MethodPut || r.Method == http.MethodDelete)
 		// Inside of another middleware, which holds the key already, this one would wait for it.
 		if keyless || serving.Safe(r.Method) || serving.From(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
 		}
-		if key, body, ok := m.readRequest(w, r); ok {
-			m.serve(w, r, next, key, body)
+		key, body, problem := m.readRequest(w, r)
+		if problem != "" {
+			refuse(w, problem, 0)
+			return
 		}
+		m.serve(w, r, next, key, body)
 	})
 }
 
-// readRequest reads key and body before any SQL, or answers with the reason why it cannot.
-func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
-	scope, ok := m.principal(w, r)
-	if !ok {
-		return idempotency.Key{}, nil, false
+// readRequest reads key and body before any SQL, or returns why it cannot.
+func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (key idempotency.Key, body []byte, problem serving.Problem) {
+	scope, err := m.scope(r)
+	if problem := serving.CheckScope(r.Context(), m.op, scope, err); problem != "" {
+		return key, nil, problem
 	}
 	value, err := ParseKey(r.Header)
-	if err != nil {
-		problem := serving.KeyMalformed
-		if errors.Is(err, ErrNoKey) {
-			problem = serving.KeyMissing
-		}
-		refuse(w, problem, 0)
-		return idempotency.Key{}, nil, false
+	switch {
+	case errors.Is(err, ErrNoKey):
+		return key, nil, serving.KeyMissing
+	case err != nil:
+		return key, nil, serving.KeyMalformed
 	}
-	body, ok := m.read(w, r)
-	if !ok {
-		return idempotency.Key{}, nil, false
+	if body, err = serving.ReadBody(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout); err != nil {
+		problem, _ := serving.ProblemOf(err)
+		return key, nil, problem
+	}
+	if len(body) == 0 && (r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil) { // a form of the query alone does not count
+		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request was read before this middleware, which needs it to distinguish requests: it is refused; "+
+			"put the middleware in front of what reads the body")
+		return key, nil, serving.Internal
 	}
 	fingerprint, err := m.fingerprint(r, body)
 	if err != nil {
-		refuse(w, serving.Unreadable, 0)
-		return idempotency.Key{}, nil, false
+		return key, nil, serving.Unreadable
 	}
-	return m.op.Key(scope, value, fingerprint), body, true
-}
-
-// principal returns the scope of a request, or answers with the reason why there is none.
-func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
-	scope, err := m.scope(r)
-	problem := serving.CheckScope(r.Context(), m.op, scope, err)
-	if problem != "" {
-		refuse(w, problem, 0)
-	}
-	return scope, problem == ""
-}
-
-// read reads the body within its bounds, or answers with the reason why it cannot.
-func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
-	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
-	switch {
-	case errors.Is(err, bodies.ErrTooLarge):
-		refuse(w, serving.TooLarge, 0)
-	case errors.Is(err, bodies.ErrSlow):
-		refuse(w, serving.ReadTimeout, 0)
-	case err != nil:
-		refuse(w, serving.Unreadable, 0)
-	case consumed(r, len(content)):
-		m.op.Config().Logger.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which needs it to distinguish requests: it is refused; "+
-			"put the middleware in front of what reads the body")
-		refuse(w, serving.Internal, 0)
-	default:
-		return content, true
-	}
-	return nil, false
-}
-
-// consumed reports whether an outer layer has read some of the body, of which left bytes remain; a
-// form of the query alone does not count. A body that an outer layer decoded may be shorter than
-// its declared length. If a chunked body was read, but not parsed as a form, this cannot be
-// detected.
-func consumed(r *http.Request, left int) bool {
-	if left == 0 {
-		return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
-	}
-	decoded := r.Header.Get("Content-Encoding") != "" || r.Header.Get("Content-Length") == ""
-	return r.ContentLength > int64(left) && !decoded
+	return m.op.Key(scope, value, fingerprint), body, ""
 }
 
 // serve executes the request and answers it.
@@ -123,14 +84,13 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		answered = response
 		response.Header = m.kept(response.Header)
 		kept = response
-		switch m.cfg.Outcome(response.Status) {
-		case Commit:
+		switch stored, committed := outcome(response.Status); {
+		case committed:
 			return response, nil
-		case Refuse:
+		case stored:
 			return response, idempotency.Final(response, &forgottenError{response})
-		default:
-			return response, &forgottenError{response}
 		}
+		return response, &forgottenError{response}
 	})
 	var forgotten *forgottenError
 	switch {

@@ -28,12 +28,12 @@ import (
 )
 
 // Property: methods that change nothing pass, whether or not they have a key, and those that are
-// idempotent by themselves without one, all without SQL; which ones is configurable.
+// idempotent by themselves without one, all without SQL.
 func TestMethodsThatPassThrough(t *testing.T) {
 	t.Parallel()
 	next := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "passed") })
-	passes := func(cfg httpkey.Config, with string) (methods []string) {
-		s := serve(t, newMiddleware(t, pgtest.NoPool(t), cfg).Handler(next))
+	passes := func(with string) (methods []string) {
+		s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}).Handler(next))
 		for _, method := range []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "POST", "PATCH"} {
 			a, err := s.ask(t.Context(), method, "/", with, "")
 			require.NoError(t, err)
@@ -43,10 +43,8 @@ func TestMethodsThatPassThrough(t *testing.T) {
 		}
 		return methods
 	}
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"}, passes(httpkey.Config{}, ""))
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{}, "k"))
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "POST"}, passes(httpkey.Config{PassWithoutKey: []string{"POST"}}, ""))
-	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{PassWithoutKey: []string{}}, ""))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"}, passes(""))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes("k"))
 }
 
 // Property: a failure after a success rolls back, stores nothing and is 500, whether the handler
@@ -183,7 +181,7 @@ func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
 }
 
 // Property: each status does with the handler's writes, its messages and its response what the
-// table says, at the first and at the second request; Config.Outcome decides otherwise. Row H18 of
+// package's text says, at the first and at the second request. Row H18 of
 // guarantees.md.
 func TestStatusDecidesWhatIsKept(t *testing.T) {
 	t.Parallel()
@@ -199,26 +197,24 @@ func TestStatusDecidesWhatIsKept(t *testing.T) {
 		}
 		insert(status).ServeHTTP(w, r)
 	})
-	keeps := func(cfg httpkey.Config, outcome httpkey.Outcome, statuses ...int) {
-		s := serve(t, newMiddleware(t, pool, cfg).Handler(handler))
-		s.Client().CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(handler))
+	s.Client().CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	keeps := func(ran, effects, keys int, statuses ...int) {
 		for _, status := range statuses {
-			name, header := strconv.Itoa(status)+strconv.Itoa(int(outcome)), []string{"X-Status", strconv.Itoa(status)}
+			name, header := strconv.Itoa(status), []string{"X-Status", strconv.Itoa(status)}
 			runs = 0
 			once, again := s.post(t, name, name, header...), s.post(t, name, name, header...)
 			require.Equal(t, []int{status, status}, []int{once.status, again.status})
 			require.Equal(t, once.body, again.body)
-			require.Equal(t, []bool{false, outcome != httpkey.Forget}, []bool{once.replayed(), again.replayed()}, status)
-			want := map[httpkey.Outcome][3]int{httpkey.Commit: {1, 1, 1}, httpkey.Refuse: {1, 0, 1}, httpkey.Forget: {2, 0, 0}}[outcome]
-			require.Equal(t, want, [3]int{
+			require.Equal(t, []bool{false, keys == 1}, []bool{once.replayed(), again.replayed()}, status)
+			require.Equal(t, [3]int{ran, effects, keys}, [3]int{
 				runs, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name), pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name),
 			}, status)
 		}
 	}
-	keeps(httpkey.Config{}, httpkey.Commit, 200, 201, 202, 204, 299, 301, 303, 304, 399)
-	keeps(httpkey.Config{}, httpkey.Refuse, 400, 402, 404, 405, 406, 410, 412, 413, 415, 422, 428, 451, 499)
-	keeps(httpkey.Config{}, httpkey.Forget, 401, 403, 408, 409, 423, 425, 429, 500, 501, 502, 503, 504, 599)
-	keeps(httpkey.Config{Outcome: func(int) httpkey.Outcome { return httpkey.Commit }}, httpkey.Commit, 404, 500)
+	keeps(1, 1, 1, 200, 201, 202, 204, 299, 301, 303, 304, 399)
+	keeps(1, 0, 1, 400, 402, 404, 405, 406, 410, 412, 413, 415, 422, 428, 451, 499)
+	keeps(2, 0, 0, 401, 403, 408, 409, 423, 425, 429, 500, 501, 502, 503, 504, 599)
 	require.Equal(t, effects(t, pool), pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
 }
 

@@ -81,11 +81,11 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 }
 
 // windowPasses forgets all keys, as the reaper does when their window is over.
-func windowPasses(t *testing.T, pool *pgxpool.Pool, m *httpkey.Middleware) {
+func windowPasses(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 second'`)
 	require.NoError(t, err)
-	_, err = m.Operation().Reap(t.Context())
+	_, err = idempotency.Reap(t.Context(), pool, "")
 	require.NoError(t, err)
 	require.Zero(t, keys(t, pool))
 }
@@ -127,7 +127,7 @@ func TestAfterTheWindow(t *testing.T) {
 				s, key := serve(t, handler), fmt.Sprint("k", made)
 				require.Equal(t, http.StatusCreated, s.post(t, key, "a").status)
 				for range 2 {
-					windowPasses(t, pool, m)
+					windowPasses(t, pool)
 					for _, replayed := range []bool{false, true} {
 						a := s.post(t, key, "a")
 						requireProblem(t, a, 410, serving.KeyExpired)
@@ -278,7 +278,7 @@ func TestUnfinishedKeys(t *testing.T) {
 	require.Equal(t, "1", a.header.Get("Retry-After"))
 	close(release)
 	require.Equal(t, 201, testwait.Chan(t, "the first answer", first).status)
-	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyAbandoned} {
+	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyUndecided} {
 		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1`, state)
 		require.NoError(t, err)
 		a := s.post(t, "k", "a")

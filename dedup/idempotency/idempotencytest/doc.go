@@ -8,8 +8,8 @@
 //			idempotencytest.Options{Setup: `CREATE TABLE orders (id uuid, amount int)`})
 //	}
 //
-// Verify sends one request twice in a row, ten times concurrently, with a connection that is cut, a client that disconnects, and a replica that is killed at each point
-// between two durable steps, after which another replica gets the retry. It compares the tables,
+// Verify sends one request three times in a row, ten times concurrently, and to a replica that is killed at each
+// point between two durable steps, after which another replica gets the retry. It compares the tables,
 // and what Options.Effects counts elsewhere, with those after a single execution. Each reported
 // difference comes with the likely mistake in the work.
 //

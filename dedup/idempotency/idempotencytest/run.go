@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -122,22 +123,19 @@ func (r *run) together(ctx context.Context, n int) error {
 // togetherFor is shorter than the default time for which requests wait for each other.
 const togetherFor = 100 * time.Millisecond
 
-// at sends the request, under a context of its own, and calls do when the request passes a point
-// for the n-th time, from 0. It returns when the request has ended, or, if the point ends it in
-// another goroutine, a little later.
-func (r *run) at(ctx, requests context.Context, point string, n int, do func()) error {
-	var mu sync.Mutex
-	reached := false
+// killed sends the request, and kills the replica when the request passes a point for the n-th time, from 0: the
+// goroutine that passes it does nothing more, the lock stays, and the transaction is rolled back, as the
+// server does when a process dies. Another replica replaces it.
+func (r *run) killed(ctx context.Context, point string, n int) error {
+	doomed, kill := context.WithCancel(ctx)
+	defer kill()
+	var reached atomic.Bool
+	var passes atomic.Int64
 	hook := func(name string) {
-		mu.Lock()
-		now := name == point && n == 0
-		if name == point {
-			n--
-		}
-		reached = reached || now
-		mu.Unlock()
-		if now {
-			do()
+		if name == point && passes.Add(1) == int64(n)+1 {
+			reached.Store(true)
+			kill()
+			runtime.Goexit()
 		}
 	}
 	done := make(chan error, 1)
@@ -145,69 +143,28 @@ func (r *run) at(ctx, requests context.Context, point string, n int, do func()) 
 		var err error
 		defer func() { done <- err }()
 		var response idempotency.Response
-		if response, err = r.send(crashpoint.With(requests, hook)); err == nil {
+		if response, err = r.send(crashpoint.With(doomed, hook)); err == nil {
 			err = r.answered(response)
 		}
 	}()
-	timer := time.NewTimer(endMax)
+	timer := time.NewTimer(endMax) // a point in another goroutine ends only that
 	defer timer.Stop()
 	var err error
 	select {
 	case err = <-done:
 	case <-timer.C:
 	}
-	mu.Lock()
-	defer mu.Unlock()
-	if !reached {
+	if !reached.Load() {
 		return errors.New("the work did not get as far as in the clean run: does it pass on the context that it is given?")
 	}
 	if errors.Is(err, errOtherAnswer) {
 		return err
 	}
-	return r.expire(ctx) // this error does not reach the client
+	return errors.Join(r.expire(ctx), r.restart()) // err does not reach the client
 }
 
-// endMax bounds how long a disturbed request may take.
+// endMax bounds how long the request to a killed replica may take.
 const endMax = 10 * time.Second
-
-// killed kills the replica: the goroutine that passes the point does nothing more, the lock stays,
-// and the transaction is rolled back, as the server does when a process dies. Another replica
-// replaces it.
-func (r *run) killed(ctx context.Context, point string, n int) error {
-	doomed, kill := context.WithCancel(ctx)
-	defer kill()
-	if err := r.at(ctx, doomed, point, n, func() { kill(); runtime.Goexit() }); err != nil {
-		return err
-	}
-	return r.restart()
-}
-
-// left ends the request's context, as net/http does when the client disconnects.
-func (r *run) left(ctx context.Context, point string, n int) error {
-	leaving, leave := context.WithCancel(ctx)
-	defer leave()
-	return r.at(ctx, leaving, point, n, leave)
-}
-
-// cutSQL ends the sessions of open transactions, and waits until they are gone.
-const cutSQL = `-- idempotencytest.cut
-SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity
-WHERE datname = current_database() AND pid <> pg_backend_pid() AND state LIKE 'idle in transaction%'`
-
-func (r *run) cut(ctx context.Context, point string, n int) error {
-	var ended int
-	var cutErr error
-	err := r.at(ctx, ctx, point, n, func() { cutErr = r.pool.QueryRow(ctx, cutSQL).Scan(&ended) })
-	switch {
-	case err != nil:
-		return err
-	case cutErr != nil:
-		return fmt.Errorf("cut the connection: %w", cutErr)
-	case ended == 0:
-		return errors.New("cut the connection: no transaction was open")
-	}
-	return nil
-}
 
 // clean sends the request once, and returns the points that it passes.
 func (r *run) clean(ctx context.Context) (passed []string, err error) {

@@ -42,18 +42,6 @@ func schedules(passed []string) []schedule {
 			"the replica is killed " + where,
 			func(ctx context.Context, r *run) error { return r.killed(ctx, point, pass) }, hintOutside,
 		})
-		if point == crashpoint.KeyWorked || point == crashpoint.KeyCalled {
-			all = append(all, schedule{
-				"the client goes away " + where,
-				func(ctx context.Context, r *run) error { return r.left(ctx, point, pass) }, hintOutside,
-			})
-		}
-		if point == crashpoint.KeyWorked {
-			all = append(all, schedule{
-				"the connection is cut " + where,
-				func(ctx context.Context, r *run) error { return r.cut(ctx, point, pass) }, hintOutside,
-			})
-		}
 	}
 	return all
 }

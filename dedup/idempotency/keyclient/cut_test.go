@@ -296,7 +296,7 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 func TestPendingSettingsAndPages(t *testing.T) {
 	t.Parallel()
 	_, err := keyclient.NewPending(nil, keyclient.PendingConfig{Schema: "no-schema!", AgeMax: time.Second})
-	for _, want := range []string{"pool is nil", "Client of 0 bytes: want 1 to 255", "AgeMax 1s: want 1m0s"} {
+	for _, want := range []string{"pool is nil", "Client: invalid idempotency key: scope has 0 bytes: want 1 to 255", "AgeMax 1s: want 1m0s"} {
 		require.ErrorContains(t, err, want)
 	}
 	pool := pgtest.Pool(t)

@@ -4,13 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -48,8 +47,8 @@ func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 	if pool == nil {
 		problems = append(problems, errors.New("pool is nil: want a pool of the primary"))
 	}
-	if !storable(cfg.Client) {
-		problems = append(problems, bounds.Problem("Client", fmt.Sprintf("of %d bytes", len(cfg.Client)), "1 to 255 bytes of UTF-8 without control characters"))
+	if err := (idempotency.Key{Scope: cfg.Client, Operation: "-", Value: "-"}).Validate(); err != nil {
+		problems = append(problems, fmt.Errorf("%s: %w", "Client", err))
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "AgeMax", Value: &cfg.AgeMax, Default: 22 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
@@ -69,8 +68,8 @@ func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 // The name stands for one effect until it is forgotten: after that it gets a new key, and a second
 // effect. So check first whether the response was stored.
 func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string, err error) {
-	if !storable(request) {
-		return "", fmt.Errorf("a name of %d bytes: want 1 to 255 bytes of UTF-8 without control characters", len(request))
+	if err := (idempotency.Key{Scope: p.cfg.Client, Operation: "-", Value: request}).Validate(); err != nil {
+		return "", fmt.Errorf("name of a request: %w", err)
 	}
 	var old bool
 	err = pgx.BeginTxFunc(ctx, p.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
@@ -118,8 +117,4 @@ func (p *Pending) List(ctx context.Context, after string, limit int) ([]PendingR
 		return nil, fmt.Errorf("list pending requests: %w", err)
 	}
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[PendingRequest])
-}
-
-func storable(text string) bool {
-	return text != "" && len(text) <= 255 && utf8.ValidString(text) && !strings.ContainsFunc(text, func(r rune) bool { return r < ' ' || r == 0x7f })
 }

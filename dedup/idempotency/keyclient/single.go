@@ -39,35 +39,27 @@ func (s single) RoundTrip(r *http.Request) (*http.Response, error) {
 	if serving.Safe(r.Method) && r.Response != nil { // the target of a redirect: the request with the effect is done
 		return s.base.RoundTrip(r)
 	}
-	response, err := sendOnce(s.base, r)
-	if err != nil {
-		return nil, err
-	}
-	switch response.StatusCode {
-	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
-		if !serving.Safe(r.Method) {
-			response.Header.Del("Location") // a http.Client has the body to send it again
-		}
-	}
-	return response, nil
-}
-
-// sendOnce sends a request that base cannot repeat.
-func sendOnce(base http.RoundTripper, r *http.Request) (*http.Response, error) {
 	var asked, got atomic.Bool
 	r = r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
 		GetConn: func(string) { asked.Store(true) },
 		GotConn: func(httptrace.GotConnInfo) { got.Store(true) },
 	}))
-	r.GetBody = nil
+	r.GetBody = nil // base cannot repeat the request
 	if r.Body == nil || r.Body == http.NoBody {
 		r.Body = io.NopCloser(strings.NewReader(""))
 	}
-	response, err := base.RoundTrip(r)
+	response, err := s.base.RoundTrip(r)
 	if err != nil && asked.Load() && !got.Load() {
 		err = &notSentError{err}
 	}
-	return response, err
+	if err != nil {
+		return nil, err
+	}
+	again := response.StatusCode == http.StatusTemporaryRedirect || response.StatusCode == http.StatusPermanentRedirect
+	if again && !serving.Safe(r.Method) {
+		response.Header.Del("Location") // a http.Client has the body to send it again
+	}
+	return response, nil
 }
 
 // notSentError is an error before there was a connection.

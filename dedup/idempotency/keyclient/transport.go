@@ -5,10 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math/rand/v2"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -27,15 +25,13 @@ import (
 // method is POST or PATCH. One without a key is passed to base unchanged. One with a key, to a server in
 // Honours, is sent again if there is no response, for 408, 425, 429, 500, 502, 503 and 504, and for 409 with
 // Retry-After, if it has no body or a GetBody; not with Idempotent-Replayed: true, whatever the status,
-// which is stored and will not change. To any other server it is sent once.
-//
-// In the Call of an AtMostOnce phase (idempotency.CalledOnce) every request is sent once, as by
-// Single. When the attempts or the time of the request's context are used up, the last response is
+// which is stored and will not change. To any other server, and in the Call of an AtMostOnce phase
+// (idempotency.CalledOnce), it is sent once, as by Single. When the attempts or the time of the request's context are used up, the last response is
 // returned as it is, or an UnansweredError if there was none. If the body of a response breaks off,
 // send the request again under the key, which response.Request has in its header.
 //
-// base bounds each attempt, and the context all of them: set http.Transport.ResponseHeaderTimeout, or
-// a server that hangs is waited for as long as the context lives. Timeout of the http.Client must be
+// base bounds each attempt, and can log it, and the context bounds all of them: set
+// http.Transport.ResponseHeaderTimeout, or a server that hangs is waited for as long as the context lives. Timeout of the http.Client must be
 // 0: its error replaces the UnansweredError, and the key is lost, so that a retry by the caller uses
 // a new one, and has a second effect. If you need it, make the key first (WithKey).
 type Transport struct {
@@ -66,45 +62,24 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 type TransportConfig struct {
 	// Header that carries the key. Default "Idempotency-Key".
 	Header string
-	// Honours are the servers that honour keys, as in the addresses of requests: "bank.example" (at
-	// any port), "bank.example:8443", or "*" for all. Only requests to them are retried, even if the
-	// server may have acted; a server that ignores keys would act again. Default: none.
+	// Honours are the hosts that honour keys, without a port, as in the addresses of requests:
+	// "bank.example", or "*" for all. Only requests to them are retried, even if the server may have
+	// acted; a server that ignores keys would act again. Default: none.
 	Honours []string
 	// AttemptsMax is the maximum number of attempts of a request. 1 to 100; default 6.
 	AttemptsMax int
-	// BackoffMin and BackoffMax bound the pauses: the pause before attempt n+1 is random, up to
-	// BackoffMin·2ⁿ⁻¹, at most BackoffMax (full jitter). A server whose Retry-After is longer than
-	// BackoffMax is not asked again. 1 ms to 1 h; default 100 ms and 10 s.
-	BackoffMin, BackoffMax time.Duration
-	// Logger gets retries. It never gets a key. Default: none.
-	Logger *slog.Logger
+	// BackoffMax bounds the pauses: the pause before attempt n+1 is random, up to 100 ms·2ⁿ⁻¹, at most
+	// BackoffMax (full jitter). A server whose Retry-After is longer than BackoffMax is not asked again.
+	// 1 ms to 1 h; default 10 s.
+	BackoffMax time.Duration
 }
 
 func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	c.Header = http.CanonicalHeaderKey(cmp.Or(c.Header, "Idempotency-Key"))
 	c.Honours = slices.Clone(c.Honours)
-	c.BackoffMin = cmp.Or(c.BackoffMin, 100*time.Millisecond)
-	problems := bounds.Durations(
-		bounds.Duration{Field: "BackoffMin", Value: &c.BackoffMin, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: max(10*time.Second, c.BackoffMin), Min: c.BackoffMin, Max: time.Hour},
-	)
+	problems := bounds.Durations(bounds.Duration{Field: "BackoffMax", Value: &c.BackoffMax, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour})
 	problems = append(problems, bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 6, Min: 1, Max: 100})...)
-	for _, server := range c.Honours {
-		if named, err := url.Parse("//" + server); err != nil || named.Host != server || named.Hostname() == "" {
-			problems = append(problems, bounds.Problem("Honours", fmt.Sprintf("%q", server), `"host", "host:port" or "*"`))
-		}
-	}
-	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
-	}
 	return c, errors.Join(problems...)
-}
-
-// honours reports whether the caller stated that a server honours keys.
-func (c TransportConfig) honours(address *url.URL) bool {
-	return slices.ContainsFunc(c.Honours, func(server string) bool {
-		return server == "*" || strings.EqualFold(server, address.Host) || strings.EqualFold(strings.Trim(server, "[]"), address.Hostname())
-	})
 }
 
 // UnansweredError is a request that the server may or may not have executed. If Honoured, it is
@@ -142,7 +117,7 @@ func WithKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, contextKey{}, key)
 }
 
-// RoundTrip implements http.RoundTripper. A request redirected by 307 or 308 keeps its key.
+// RoundTrip implements http.RoundTripper. A request that a server in Honours redirects by 307 or 308 keeps its key.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 	key, err := t.chooseKey(r)
 	if err != nil {
@@ -159,14 +134,13 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 		request.Header.Set(t.cfg.Header, key)
 	}
 	var response *http.Response
-	attempts, honoured := 1, t.cfg.honours(r.URL)
+	attempts := 1
+	honoured := slices.ContainsFunc(t.cfg.Honours, func(host string) bool { return host == "*" || strings.EqualFold(host, r.URL.Hostname()) })
 	switch {
-	case idempotency.CalledOnce(r.Context()):
+	case idempotency.CalledOnce(r.Context()), key != "" && !honoured:
 		response, err = Single(t.base).RoundTrip(request)
 	case key == "":
 		response, err = t.base.RoundTrip(request)
-	case !honoured:
-		response, err = sendOnce(t.base, request)
 	default:
 		response, attempts, err = t.sendUntilAnswered(request)
 	}
@@ -225,13 +199,9 @@ func (t *Transport) sendUntilAnswered(r *http.Request) (response *http.Response,
 		if !ok || err == nil && !mayRetry(response) || ctx.Err() != nil || attempts == attemptsMax {
 			return response, attempts, err
 		}
-		status := 0
 		if response != nil {
-			status = response.StatusCode
 			_ = response.Body.Close()
 		}
-		// Without the key and the address, which may contain secrets.
-		t.cfg.Logger.InfoContext(ctx, "retrying request", "method", r.Method, "host", r.URL.Host, "attempt", attempts, "status", status, "error", err, "wait", wait)
 		if !pause.For(ctx, wait) {
 			return nil, attempts, context.Cause(ctx)
 		}
@@ -265,14 +235,16 @@ func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) (wait ti
 	case retryAfter > c.BackoffMax:
 		return retryAfter, false
 	case retryAfter > 0:
-		return retryAfter + rand.N(c.BackoffMin), true //nolint:gosec // jitter needs no secret
+		return retryAfter + rand.N(backoffFirst), true //nolint:gosec // jitter needs no secret
 	}
-	ceiling := c.BackoffMin
+	ceiling := min(backoffFirst, c.BackoffMax)
 	for range attempt - 1 {
 		ceiling = min(2*ceiling, c.BackoffMax)
 	}
 	return rand.N(ceiling + 1), true //nolint:gosec // as above
 }
+
+const backoffFirst = 100 * time.Millisecond
 
 // retryAfter returns the server's Retry-After in seconds, or 0, also for a date.
 func retryAfter(response *http.Response) time.Duration {

@@ -34,7 +34,7 @@ Whether an indeterminate key acted is a person's decision; so is a foreign call 
 in "keys show"). First ask the foreign system, by the child ID of "keys show". If it did not act, --call-did-not-happen makes the call
 again; the answer "unknown" only counts once the call cannot be on its way any more. If it acted, --call-happened
 continues behind the call, with what its phase writes and the phases after it: they see what was stored before the
-call, and nothing of its answer. A repeatable call is made again while it is younger than its phase's CallAgainMax;
+call, and nothing of its answer. A repeatable call is made again while it is younger than the flow's GiveUpAfter;
 --call-did-not-happen restarts its age.
 
 --all decides in the same way on all keys of an operation, each in a transaction of its own. It lists them; with --yes

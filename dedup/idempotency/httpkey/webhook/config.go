@@ -28,10 +28,6 @@ type Config struct {
 	// ID derives the deduplication key from an event, for senders that send one occurrence under
 	// two IDs. 1 to 255 bytes; see idempotency.Domain. Default: Event.ID.
 	ID func(event Event) (string, error)
-	// CompareBody refuses an ID that is delivered again with another body, with 422. Default: only
-	// the ID counts. Change it together with the name of the sender, or one window after the last
-	// event: otherwise redeliveries of events that were handled before the change are refused.
-	CompareBody bool
 	// BodyBytesMax is the largest body. 1 byte to 64 MiB; default 1 MiB.
 	BodyBytesMax int
 	// Idempotency configures the storage of events: the schema, the window, time limits. Window
@@ -85,5 +81,5 @@ func (c Config) withDefaults() (Config, error) {
 
 // refusal is the stored outcome of a refused event.
 func refusal() idempotency.Response {
-	return idempotency.Response{Status: http.StatusOK, Body: []byte(refused)}
+	return idempotency.Response{Status: http.StatusOK, Body: []byte("refused")}
 }

@@ -28,8 +28,7 @@
 //	400, 401, 405    malformed or out of tolerance; no signature matches; not POST
 //	408, 413         the body was too slow, or too large
 //	409              another delivery of the event is being handled; with Retry-After
-//	422              the ID was used with another body (CompareBody)
-//	429              100 deliveries of the event wait, or 256 of the sender; with Retry-After
+//	429              100 deliveries of the event wait; with Retry-After
 //	503              the handler failed, or the database; with Retry-After
 //
 // # How senders react

@@ -10,7 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // Event is a delivery with a verified signature.
@@ -52,9 +52,9 @@ var (
 	// ErrStale: the delivery was signed longer ago, or further ahead, than Config.Tolerance. 400.
 	ErrStale = errors.New("the delivery's timestamp is out of tolerance")
 	// ErrTooLarge: the body has more than Config.BodyBytesMax. 413.
-	ErrTooLarge = bodies.ErrTooLarge
+	ErrTooLarge = serving.ErrTooLarge
 	// ErrSlow: the body did not arrive within 10 s. 408.
-	ErrSlow = bodies.ErrSlow
+	ErrSlow = serving.ErrSlow
 )
 
 // Refuse means that the event can never be handled: the handler's writes are rolled back, the

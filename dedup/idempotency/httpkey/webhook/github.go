@@ -15,7 +15,7 @@ import (
 //
 // https://docs.github.com/en/webhooks/using-webhooks/validating-webhook-deliveries
 func GitHub(secrets ...string) Scheme {
-	parsed, problem := keys("GitHub", secrets)
+	parsed, problem := keys("GitHub", secrets, plain)
 	return Scheme{
 		headers: []string{"X-Hub-Signature-256", "X-GitHub-Delivery", "X-GitHub-Event"},
 		problem: problem,

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -16,7 +17,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
@@ -63,29 +63,23 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(a.retryAfter.Seconds()))))
 	}
 	w.Header().Set("Cache-Control", "no-store")
-	text := http.StatusText(a.status)
-	if a.refused {
-		text = refused
-	}
 	if a.status == http.StatusMethodNotAllowed {
 		w.Header().Set("Allow", http.MethodPost)
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(a.status)
-	_, _ = io.WriteString(w, text+"\n") // a sender that is gone delivers again
+	_, _ = io.WriteString(w, cmp.Or(a.text, http.StatusText(a.status))+"\n") // a sender that is gone delivers again
 }
 
 // answer describes the response to a delivery.
 type answer struct {
 	id, kind   string // of the event; empty if the delivery was not verified
 	status     int
-	refused    bool          // the event, now or before
+	text       string        // stored for the event; empty: that of the status
 	retryAfter time.Duration // zero: none is sent
 	err        error         // why the event was not handled
 }
-
-const refused = "refused"
 
 // receive reads and verifies a delivery before it acquires a database connection.
 func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) answer {
@@ -101,9 +95,6 @@ func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) answer 
 	}
 	a.id, a.kind = event.ID, event.Type
 	event.key = idempotency.Key{Scope: r.cfg.Sender, Operation: r.cfg.Idempotency.Operation, Value: event.ID}
-	if r.cfg.CompareBody {
-		event.key.Fingerprint = idempotency.NewFingerprint(event.Body)
-	}
 	r.once(request.Context(), event, &a)
 	return a
 }
@@ -113,12 +104,9 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 	if err := r.cfg.Scheme.once(request.Header); err != nil {
 		return Event{}, err
 	}
-	body, err := bodies.Read(w, request, r.cfg.BodyBytesMax, readMax)
-	switch {
-	case errors.Is(err, ErrTooLarge), errors.Is(err, ErrSlow):
+	body, err := serving.ReadBody(w, request, r.cfg.BodyBytesMax, readMax)
+	if err != nil {
 		return Event{}, err
-	case err != nil:
-		return Event{}, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
 	}
 	event, err := r.cfg.Scheme.verify(request.Header, body)
 	if err != nil {
@@ -151,10 +139,7 @@ func (r *Receiver) once(sender context.Context, event Event, a *answer) {
 	})
 	switch {
 	case err == nil:
-		// An outcome that a person stored (outbox-relay keys finish) may have status 0, and a body
-		// of its own.
-		a.status = cmp.Or(response.Status, http.StatusOK)
-		a.refused = response.BodyDropped || string(response.Body) == refused
+		a.status, a.text = cmp.Or(response.Status, http.StatusOK), string(response.Body) // 0: a person may have stored it (outbox-relay keys finish)
 		if !response.Replayed {
 			a.err = failure
 		}
@@ -196,11 +181,7 @@ func (a *answer) refuse(err error) {
 		a.status = http.StatusUnauthorized
 	case errors.Is(err, ErrStale), errors.Is(err, ErrMalformed), errors.Is(err, idempotency.ErrInvalid):
 		a.status = http.StatusBadRequest
-	case errors.Is(err, ErrTooLarge):
-		a.status = http.StatusRequestEntityTooLarge
-	case errors.Is(err, ErrSlow):
-		a.status = http.StatusRequestTimeout
-	case problem == serving.TooManyWaiting, problem == serving.KeyInProgress, problem == serving.KeyReused:
+	case slices.Contains([]serving.Problem{serving.TooManyWaiting, serving.KeyInProgress, serving.TooLarge, serving.ReadTimeout, serving.Unreadable}, problem):
 		a.status, a.retryAfter = problem.Describe().Status, after
 	default:
 		a.status, a.retryAfter = http.StatusServiceUnavailable, retryAfter

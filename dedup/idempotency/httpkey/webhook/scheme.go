@@ -91,19 +91,28 @@ func seconds(text string) (time.Time, error) {
 	return time.Unix(n, 0).UTC(), nil
 }
 
-// keys checks secrets that are used as they are. Errors name a secret by its position.
-func keys(sender string, secrets []string) (parsed [][]byte, problem error) {
+// keys parses secrets. parse returns what it wants instead, if it cannot. Errors name a secret by its position.
+func keys(sender string, secrets []string, parse func(secret string) (parsed []byte, want string)) (parsed [][]byte, problem error) {
 	var problems []error
 	if len(secrets) == 0 || len(secrets) > secretsMax {
 		problems = append(problems, fmt.Errorf("%s: %d secrets: want 1 to %d", sender, len(secrets), secretsMax))
 	}
 	for i, secret := range secrets {
-		if secret == "" || strings.TrimSpace(secret) != secret {
-			problems = append(problems, fmt.Errorf("%s: secret %d is empty, or has space around it (a line end of a file?)", sender, i+1))
+		raw, want := parse(secret)
+		if want != "" {
+			problems = append(problems, fmt.Errorf("%s: secret %d: want %s", sender, i+1, want))
 		}
-		parsed = append(parsed, []byte(secret))
+		parsed = append(parsed, raw)
 	}
 	return parsed, errors.Join(problems...)
+}
+
+// plain is for secrets that are used as they are.
+func plain(secret string) (parsed []byte, want string) {
+	if secret == "" || strings.TrimSpace(secret) != secret {
+		want = "one that is not empty, without space around it (a line end of a file?)"
+	}
+	return []byte(secret), want
 }
 
 const secretsMax = 16

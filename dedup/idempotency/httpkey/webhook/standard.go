@@ -3,7 +3,6 @@ package webhook
 import (
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -12,8 +11,8 @@ import (
 // StandardWebhooks verifies webhook-signature of https://www.standardwebhooks.com, with any of the
 // shared secrets (whsec_…, for signatures v1). The event's ID is webhook-id; its type is that of the
 // body, if it is JSON. For public keys (whpk_…, v1a) use SchemeOf with ed25519.Verify.
-func StandardWebhooks(keys ...string) Scheme {
-	secrets, problem := standardKeys(keys)
+func StandardWebhooks(secrets ...string) Scheme {
+	parsed, problem := keys("StandardWebhooks", secrets, standard)
 	return Scheme{
 		headers: []string{"Webhook-Id", "Webhook-Timestamp", "Webhook-Signature"},
 		problem: problem,
@@ -32,7 +31,7 @@ func StandardWebhooks(keys ...string) Scheme {
 			if err != nil {
 				return Event{}, err
 			}
-			if !fits(secrets, items["v1"], base64.StdEncoding.EncodeToString, []byte(id+"."+stamp+"."), body) {
+			if !fits(parsed, items["v1"], base64.StdEncoding.EncodeToString, []byte(id+"."+stamp+"."), body) {
 				return Event{}, fmt.Errorf("%w: Webhook-Signature", ErrSignature)
 			}
 			var event struct {
@@ -44,22 +43,14 @@ func StandardWebhooks(keys ...string) Scheme {
 	}
 }
 
-// standardKeys parses secrets. Errors name one by its position.
-func standardKeys(keys []string) (secrets [][]byte, problem error) {
-	var problems []error
-	if len(keys) == 0 || len(keys) > secretsMax {
-		problems = append(problems, fmt.Errorf("StandardWebhooks: %d secrets: want 1 to %d", len(keys), secretsMax))
+// standard parses a secret. The decoder's error would show a character of it.
+func standard(secret string) (raw []byte, want string) {
+	text, known := strings.CutPrefix(secret, "whsec_")
+	raw, err := base64.StdEncoding.DecodeString(text)
+	if !known || err != nil || strings.ContainsAny(text, "\r\n") || len(raw) < secretBytesMin || len(raw) > secretBytesMax {
+		want = fmt.Sprintf("whsec_ and %d to %d bytes of base64; for public keys (v1a) use SchemeOf", secretBytesMin, secretBytesMax)
 	}
-	for i, key := range keys {
-		text, known := strings.CutPrefix(key, "whsec_")
-		// The decoder's error would show a character of the secret.
-		raw, err := base64.StdEncoding.DecodeString(text)
-		if !known || err != nil || strings.ContainsAny(text, "\r\n") || len(raw) < secretBytesMin || len(raw) > secretBytesMax {
-			problems = append(problems, fmt.Errorf("StandardWebhooks: secret %d: want whsec_ and %d to %d bytes of base64; for public keys (v1a) use SchemeOf", i+1, secretBytesMin, secretBytesMax))
-		}
-		secrets = append(secrets, raw)
-	}
-	return secrets, errors.Join(problems...)
+	return raw, want
 }
 
 // The standard's bounds of shared secrets.

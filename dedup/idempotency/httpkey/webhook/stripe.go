@@ -16,7 +16,7 @@ import (
 //
 // https://docs.stripe.com/webhooks#verify-manually
 func Stripe(secrets ...string) Scheme {
-	parsed, problem := keys("Stripe", secrets)
+	parsed, problem := keys("Stripe", secrets, plain)
 	return Scheme{
 		headers: []string{"Stripe-Signature"},
 		problem: problem,

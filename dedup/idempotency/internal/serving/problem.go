@@ -17,7 +17,6 @@ const (
 	KeyMalformed    Problem = "idempotency-key-malformed"
 	KeyInProgress   Problem = "idempotency-key-in-progress"
 	KeyUndecided    Problem = "idempotency-key-undecided"
-	KeyAbandoned    Problem = "idempotency-key-abandoned"
 	TooManyWaiting  Problem = "idempotency-too-many-waiting"
 	KeyReused       Problem = "idempotency-key-reused"
 	ResponseDropped Problem = "idempotency-response-not-kept"
@@ -46,9 +45,8 @@ var answers = map[Problem]Answer{
 	KeyMissing:      {400, "Idempotency-Key is missing", "This request needs the header Idempotency-Key: a value of its own, the same at each try."},
 	KeyMalformed:    {400, "Idempotency-Key is malformed", "The header must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes."},
 	KeyInProgress:   {409, "The request is in progress", "A request with this key is being executed. Retry later with the same key."},
-	KeyUndecided:    {409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key."},
-	KeyAbandoned:    {409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key."},
-	TooManyWaiting:  {429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key."},
+	KeyUndecided:    {409, "The outcome of the request is unknown", "Whether the request with this key took effect, or will, has to be looked into. Do not send it again under another key."},
+	TooManyWaiting:  {429, "Too many requests wait", "Too many requests wait for this key. Nothing was done. Retry later with the same key."},
 	KeyReused:       {422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own."},
 	ResponseDropped: {410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept."},
 	KeyExpired:      {410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did."},
@@ -64,7 +62,7 @@ var answers = map[Problem]Answer{
 // RetryAfter is how long a client waits before it retries, if no better value is known.
 const RetryAfter = time.Second
 
-// ProblemOf returns the problem for an error of the engine, or of a handler, and how long a client
+// ProblemOf returns the problem for an error of the engine, of a handler, or of ReadBody, and how long a client
 // waits before it retries; 0: a retry does not help.
 func ProblemOf(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
@@ -77,12 +75,16 @@ func ProblemOf(err error) (Problem, time.Duration) {
 		return KeyInProgress, RetryAfter
 	case errors.Is(err, idempotency.ErrMismatch):
 		return KeyReused, 0
-	case errors.Is(err, idempotency.ErrIndeterminate):
+	case errors.Is(err, idempotency.ErrIndeterminate), errors.Is(err, idempotency.ErrAbandoned):
 		return KeyUndecided, 0
-	case errors.Is(err, idempotency.ErrAbandoned):
-		return KeyAbandoned, 0
 	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // another replica may be able to read it
 		return Unanswered, RetryAfter
+	case errors.Is(err, ErrTooLarge):
+		return TooLarge, 0
+	case errors.Is(err, ErrSlow):
+		return ReadTimeout, 0
+	case errors.Is(err, ErrUnreadable):
+		return Unreadable, 0
 	case Passing(err):
 		return Unavailable, RetryAfter
 	}

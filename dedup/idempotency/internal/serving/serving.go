@@ -27,19 +27,22 @@ import (
 // ErrUnauthenticated is what a Scope returns for a request without a principal.
 var ErrUnauthenticated = errors.New("the request is not authenticated")
 
-// New returns the operation of a server, whose failed makes the responses of cfg.Failed.
+// New returns the operation of a server, whose failed makes the responses of cfg.Failed, or all problems.
 // handlerTimeout must be more than cfg.WaitMax.
-func New(pool *pgxpool.Pool, cfg idempotency.Config, failed func(error) idempotency.Response, handlerTimeout time.Duration) (*idempotency.Operation, error) {
-	given := cfg.Failed != nil
+func New(pool *pgxpool.Pool, cfg idempotency.Config, failed func(error) idempotency.Response, scoped bool, handlerTimeout time.Duration) (*idempotency.Operation, error) {
+	var problems []error
+	if !scoped {
+		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a request"))
+	}
+	if cfg.Failed != nil {
+		problems = append(problems, errors.New("Operation.Failed: want none: a failure has the handler's response"))
+	}
 	cfg.Failed = failed
 	op, err := idempotency.New(pool, cfg)
-	if given {
-		err = errors.Join(err, errors.New("Operation.Failed: want none: a failure has the handler's response"))
-	}
 	if err == nil && op.Config().WaitMax >= handlerTimeout {
 		err = bounds.Problem("HandlerTimeout", handlerTimeout, fmt.Sprintf("more than Operation.WaitMax, %v", op.Config().WaitMax))
 	}
-	return op, err
+	return op, errors.Join(append(problems, err)...)
 }
 
 // ValidKey reports whether a client's key has 1 to 255 visible ASCII characters.

@@ -1,5 +1,4 @@
-// Package bodies reads the body of a request whole, within bounds of size and time.
-package bodies
+package serving
 
 import (
 	"errors"
@@ -10,22 +9,23 @@ import (
 	"time"
 )
 
-// Errors of Read.
+// Errors of ReadBody.
 var (
 	// ErrTooLarge: the body has more than bytesMax bytes.
 	ErrTooLarge = errors.New("the body is too large")
 	// ErrSlow: the body did not arrive in time, by this limit or by the server's own.
 	ErrSlow = errors.New("the body did not arrive in time")
+	// ErrUnreadable: the body ended early, or is malformed.
+	ErrUnreadable = errors.New("the body cannot be read")
 )
 
-// Read returns the body of a request: at most bytesMax bytes, within timeMax. Other errors are
-// those of the body.
+// ReadBody returns the body of a request: at most bytesMax bytes, within timeMax.
 //
 // It never sets a deadline in advance, which would replace an earlier one of
 // http.Server.ReadTimeout, and never removes one. When the time is over, and only then, it ends
 // reading at once. If the ResponseWriter is wrapped by a type without Unwrap, only the server's own
 // timeouts apply. After ErrSlow an HTTP/1 connection is closed after the answer.
-func Read(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Duration) ([]byte, error) {
+func ReadBody(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Duration) ([]byte, error) {
 	if r.Body == nil {
 		return nil, nil
 	}
@@ -52,6 +52,8 @@ func Read(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Dur
 			w.Header().Set("Connection", "close") // the rest of the body is still in it
 		}
 		return nil, fmt.Errorf("%w: %v, or what the server allows", ErrSlow, timeMax)
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrUnreadable, err)
 	}
-	return content, err
+	return content, nil
 }

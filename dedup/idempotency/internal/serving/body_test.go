@@ -1,4 +1,4 @@
-package bodies_test
+package serving_test
 
 import (
 	"io"
@@ -13,7 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -45,13 +45,13 @@ func (c *counted) SetReadDeadline(at time.Time) error {
 	return c.Conn.SetReadDeadline(at)
 }
 
-// serve starts a server with a ReadTimeout whose answers are what Read said.
+// serve starts a server with a ReadTimeout whose answers are what ReadBody said.
 func serve(t *testing.T, http2 bool, server, limit time.Duration, before, behind func(d *deadlines)) (*httptest.Server, *deadlines) {
 	t.Helper()
 	d := &deadlines{}
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		before(d)
-		if _, err := bodies.Read(w, r, 100, limit); err != nil {
+		if _, err := serving.ReadBody(w, r, 100, limit); err != nil {
 			http.Error(w, err.Error(), http.StatusRequestTimeout)
 		}
 		behind(d)
@@ -97,7 +97,7 @@ func TestTheShorterLimitEndsASlowBody(t *testing.T) {
 				require.NoError(t, err)
 				require.NoError(t, response.Body.Close())
 				require.Equal(t, http.StatusRequestTimeout, response.StatusCode)
-				require.Contains(t, string(text), bodies.ErrSlow.Error())
+				require.Contains(t, string(text), serving.ErrSlow.Error())
 			})
 		}
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// addBy adds the flags of an order that is recorded: --why, which only comes from the command line,
+// addBy adds the flags of a command whose change is recorded: --why, which only comes from the command line,
 // --by and --json. otherwise is recorded if --why is not given; empty: it is required.
 func addBy(s *cli.Settings, cmd *cobra.Command, by *operator.By, asJSON *bool, otherwise string) {
 	usage := "reason"

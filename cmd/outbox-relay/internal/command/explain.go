@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -195,8 +196,8 @@ func events(x *inspect.Explanation) (all []event) {
 	for _, r := range x.Outbox {
 		add(r.CreatedAt, "outbox", "%s", rowText(r))
 	}
-	for _, d := range x.Dead {
-		add(d.DiedAt, "dead", "relay %s, seq %d: %s (%s): %s; attempts %d", terminal.Plain(d.Relay), d.Seq, d.Reason, d.State, terminal.Clip(d.Error, 200), d.Attempts)
+	for i := range x.Dead {
+		add(x.Dead[i].HeldAt, "dead", "%s", heldText(&x.Dead[i]))
 	}
 	for _, r := range x.Scheduled {
 		state := ""
@@ -223,16 +224,31 @@ func events(x *inspect.Explanation) (all []event) {
 		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), terminal.Plain(c.Group), c.ID, forever)
 	}
 	for i := range x.Parked {
-		m := &x.Parked[i]
-		add(m.HeldAt, "parked", "by %s at %s after %s: %s: %s; %s", consumerText(m.Consumer), m.At(), human.Count(m.Attempts, "attempt"), m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
+		add(x.Parked[i].HeldAt, "parked", "%s", heldText(&x.Parked[i]))
 	}
 	for _, c := range x.Children {
 		add(c.CreatedAt, "child", "id %s, %s", c.ID, rowText(c))
 	}
 	for _, a := range x.Actions {
-		add(a.When, "operator", "%s: %s: %s", terminal.Clip(a.By(), keyWidth), a.What, terminal.Clip(a.Why, 200))
+		add(a.When, "operator", "%s: %s: %s", terminal.Clip(a.By(), keyWidth), whatText(&a), terminal.Clip(a.Why, 200))
 	}
 	return all
+}
+
+// heldText is a row that waits, in a timeline.
+func heldText(r *held.Row) string {
+	text := "by " + consumerText(r.Consumer) + " at " + r.At()
+	if r.Partition == nil {
+		text = "by relay " + terminal.Plain(r.Relay) + ", " + r.At()
+	}
+	text += ", after " + human.Count(r.Attempts, "attempt") + ": "
+	if r.Head == nil {
+		text += r.Reason + ": "
+		if failure := terminal.Clip(r.Error, 200); failure != "" {
+			text += failure + ": "
+		}
+	}
+	return text + stateDetail(r)
 }
 
 func rowText(r inspect.Row) string {

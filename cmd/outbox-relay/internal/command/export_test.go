@@ -30,7 +30,7 @@ func CommandLine() string {
 	others := map[string]bool{}
 	text.WriteString("# outbox-relay: the command line\n\n" +
 		"`outbox-relay help COMMAND` has what a command does, loses or repeats, with examples, and all flags with\n" +
-		"defaults and bounds. Written from the code: `go test ./cmd/outbox-relay/internal/command -run TestCommandLineIsDocumented -update`.\n\n" +
+		"defaults and bounds. A test writes this file from the code.\n\n" +
 		strings.TrimSpace(root.Long) + "\n\n## Flags of every command\n\n")
 	var connection []string
 	shownFlags(root, func(name, line string) {

@@ -187,12 +187,7 @@ func (k shownKey) text() string {
 		terminal.Block(&text, "error", *k.Error)
 	}
 	k.outcome(&text)
-	for i, a := range k.Actions {
-		if i == 0 {
-			text.WriteString("operators\n")
-		}
-		terminal.Add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.Who, a.What, terminal.Clip(a.Why, 200))
-	}
+	text.WriteString(actionsText(k.Actions))
 	name := "what to do"
 	for line := range strings.SplitSeq(k.Do, "\n") {
 		fact(name, "%s", line)

@@ -30,8 +30,8 @@ func newRelaysList(s *cli.Settings) *cobra.Command {
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List relays, and since when none of their replicas runs",
-		Long: `List the relays that the outbox knows: shards, shards with a live lease, live replicas, and since when none is
-live. A row leaves the outbox once every relay of this list has published it.`,
+		Long: `List the relays that the outbox knows: shards, how many of them a replica holds, live replicas, and since when none
+is live. A row leaves the outbox once every relay of this list has published it.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
@@ -39,7 +39,7 @@ live. A row leaves the outbox once every relay of this list has published it.`,
 				if err != nil {
 					return err
 				}
-				return list(cmd.OutOrStdout(), asJSON, all, "no relays: none has run yet", "relay\tshards\tleased\treplicas\tpublished\tdead\tquiet for", func(r relays.Relay) string {
+				return list(cmd.OutOrStdout(), asJSON, all, "no relays: none has run yet", "relay\tshards\theld\treplicas\tpublished\tdead\tquiet for", func(r relays.Relay) string {
 					quiet := "-"
 					if !r.Live() {
 						quiet = human.Seconds(r.QuietSeconds)

@@ -203,7 +203,7 @@ func bytesText(n int64) string {
 
 func relaysText(status *doctor.Status) string {
 	var text strings.Builder
-	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
+	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\theld by\tlease left\tepoch\n")
 	for _, r := range status.Relays {
 		waiting, oldest, rate, owner, left := waitingText(r.Progress), "-", "-", "none", "-"
 		if r.OldestWaitingSeconds > 0 {

@@ -73,10 +73,7 @@ func IdempotencyKeys(ctx context.Context, db operator.Querier, schema string) []
 		found = append(found, warn(check, "outbox-relay keys reap   # and keep a program with Flow.Run or Operation.Run running",
 			"finished keys still exist whose window ended %v ago: no reaper runs, and the table grows", over))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "%d requests are running, none needs a decision", k.Running))
-	}
-	return found
+	return orElse(found, ok(check, "%d requests are running, none needs a decision", k.Running))
 }
 
 func bounded(n int64) string {

@@ -264,8 +264,5 @@ func Pipeline(ctx context.Context, db operator.Querier, schema string, lagAgeMax
 	for _, note := range s.Notes {
 		found = append(found, warn(check, remedy, "%s", note))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "well, with %s and %s", human.Count(len(s.Replicas), "replica"), human.Count(len(s.Consuming), "consumer")))
-	}
-	return found
+	return orElse(found, ok(check, "well, with %s and %s", human.Count(len(s.Replicas), "replica"), human.Count(len(s.Consuming), "consumer")))
 }

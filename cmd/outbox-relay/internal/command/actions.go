@@ -26,19 +26,17 @@ func newActions(s *cli.Settings) *cobra.Command {
 func newActionsList(s *cli.Settings) *cobra.Command {
 	var filter operator.ActionFilter
 	var limit int
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List what operators did, the newest first",
 		Long:  "List every change, the newest first: when, who, what and with which choice, to what, and why.",
-		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				actions, err := operator.Actions(ctx, conn, s.Schema, filter, limit)
 				if err != nil {
 					return err
 				}
-				return list(cmd.OutOrStdout(), asJSON, actions, "no actions", "when\twho\twhat\tchoice\tto what\twhy", func(a operator.Action) string {
+				return list(cmd.OutOrStdout(), s.JSON, actions, "no actions", "when\twho\twhat\tchoice\tto what\twhy", func(a operator.Action) string {
 					return terminal.Fill("%s\t%s\t%s\t%s\t%s\t%s", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, cmp.Or(a.Choice(), "-"), a.Object(), terminal.Clip(a.Why, errorWidth))
 				})
 			})
@@ -46,7 +44,7 @@ func newActionsList(s *cli.Settings) *cobra.Command {
 	}, cli.FlagDatabaseURL)
 	cli.AddAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
 	cli.AddInt(cmd.Flags(), &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	return cmd
 }
 

@@ -70,17 +70,15 @@ type benchmark struct {
 	*cli.Settings
 	options bench.Options
 	measure func(context.Context, bench.Options) (*bench.Report, error)
-	json    bool
 }
 
 // command completes cmd; size is the flag that says how much a round measures.
 func (b *benchmark) command(size string, value *int, standard, lowest, highest int, usage string, cmd *cobra.Command) *cobra.Command {
-	cmd.Args = cli.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return b.run(cmd) }
 	cli.PlainKafka(cmd)
 	cli.AddInt(cmd.Flags(), value, size, standard, lowest, highest, usage)
 	cli.AddInt(cmd.Flags(), &b.options.Rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
-	cli.AddJSON(cmd, &b.json)
+	b.AddJSON(cmd)
 	cmd.Flags().Lookup("json").Usage = "print one line of JSON instead of the table"
 	return cmd
 }
@@ -107,7 +105,7 @@ func (b *benchmark) run(cmd *cobra.Command) (err error) {
 		return err
 	}
 	found.Postgres, found.Kafka, found.Took = on.postgres.Description, on.kafka.Description, time.Since(begin)
-	if b.json {
+	if b.JSON {
 		return terminal.PrintJSON(cmd.OutOrStdout(), found)
 	}
 	return found.WriteTable(cmd.OutOrStdout())

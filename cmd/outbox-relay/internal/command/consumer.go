@@ -32,7 +32,6 @@ type consumerChange struct {
 	operator.By
 
 	group, topic string
-	asJSON       bool
 }
 
 // add adds the flags. otherwise is as for addBy.
@@ -40,7 +39,7 @@ func (c *consumerChange) add(s *cli.Settings, cmd *cobra.Command, otherwise stri
 	flags := cmd.Flags()
 	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { c.group = text; return nil })
 	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { c.topic = text; return nil })
-	addBy(s, cmd, &c.By, &c.asJSON, otherwise)
+	addBy(s, cmd, &c.By, otherwise)
 	cli.CommandLineOnly(flags, "group", "topic")
 	s.Check(cmd, c.Validate)
 }
@@ -65,7 +64,6 @@ func newConsumerPause(s *cli.Settings) *cobra.Command {
 		Long: `Stop a group's consumers from reading a topic. They stop within seconds, after their batch; other topics continue.
 The pause also holds for consumers that start later, until "consumer resume". Mind the topic's retention.`,
 		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
-		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, c.By, c.group, c.topic)
@@ -76,7 +74,7 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 				if !paused {
 					text = "was paused already: " + pauseText(pause)
 				}
-				return say(cmd.OutOrStdout(), c.asJSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(c.topic), text)
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(c.topic), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -96,7 +94,6 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 		Short:   "End the pause of a topic",
 		Long:    "End the pause of a topic. The group's consumers continue at their positions within seconds.",
 		Example: `  outbox-relay consumer resume --group billing --topic orders`,
-		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, c.By, c.group, c.topic)
@@ -107,7 +104,7 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 				if !resumed {
 					text = "was not paused"
 				}
-				return say(cmd.OutOrStdout(), c.asJSON, map[string]any{"resumed": resumed, "group": c.group, "topic": c.topic}, "topic %s %s for group %s\n", terminal.Plain(c.topic), text, terminal.Plain(c.group))
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"resumed": resumed, "group": c.group, "topic": c.topic}, "topic %s %s for group %s\n", terminal.Plain(c.topic), text, terminal.Plain(c.group))
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -144,7 +141,7 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			switch {
 			case rule == "":
-				return showRules(cmd, s, args, c.asJSON)
+				return showRules(cmd, s, args)
 			case len(args) == 0:
 				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
 			}
@@ -153,7 +150,7 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return printRule(cmd.OutOrStdout(), before, rule, c.asJSON)
+				return printRule(cmd.OutOrStdout(), before, rule, s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -164,14 +161,14 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 		}
 		return nil
 	})
-	addBy(s, cmd, &c.By, &c.asJSON, "not recorded: the rules are only shown")
+	addBy(s, cmd, &c.By, "not recorded: the rules are only shown")
 	cmd.Flags().Lookup("why").Usage = "reason; required with --set"
 	cli.AddBool(cmd.Flags(), &force, "force", "with --set: also while a partition looks held")
 	cli.CommandLineOnly(cmd.Flags(), "set", "force")
 	return cmd
 }
 
-func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool) error {
+func showRules(cmd *cobra.Command, s *cli.Settings, names []string) error {
 	return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 		all, err := consumers.Registered(ctx, pool, s.Schema)
 		if err == nil && len(names) > 0 {
@@ -183,7 +180,7 @@ func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool)
 		if err != nil {
 			return err
 		}
-		return list(cmd.OutOrStdout(), asJSON, all, "no consumers: none has registered yet", "consumer\tid rule", func(c consumers.Consumer) string {
+		return list(cmd.OutOrStdout(), s.JSON, all, "no consumers: none has registered yet", "consumer\tid rule", func(c consumers.Consumer) string {
 			return consumerText(c.Name) + "\t" + terminal.Printable(c.IDRule)
 		})
 	})

@@ -42,7 +42,6 @@ dropped, those whose claim was forgotten are parked, and a consumer that dedupli
 again. The command prints the offsets affected. With --brokers it refuses an offset that the partition does not have.`,
 		Example: `  outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at latest --dry-run
   outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at 4711 --why "INC-12"`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.run(cmd.Context(), cmd.OutOrStdout()) },
 	}, cli.FlagDatabaseURL))
 	s.Check(cmd, r.Validate)
@@ -102,13 +101,13 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 			if !canceled {
 				text = "there is no request to cancel"
 			}
-			return say(out, r.asJSON, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "canceled": canceled}, "%s: %s\n", p.String(), text)
+			return say(out, r.s.JSON, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "canceled": canceled}, "%s: %s\n", p.String(), text)
 		}
 		done, err := consumers.ResumeAt(ctx, pool, r.s.Schema, r.By, p, r.at, extent, r.dryRun)
 		if err != nil {
 			return err
 		}
-		return answer(out, r.asJSON, done, resumptionText(done), true)
+		return answer(out, r.s.JSON, done, resumptionText(done), true)
 	})
 }
 

@@ -48,7 +48,6 @@ Without addresses it starts PostgreSQL (downloaded at the first run) and an in-p
 
 Exit status 1 unless every order took effect exactly once and in order. With --without-dedup consumers do not claim
 messages: effects happen twice, and the status is 1.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
 				// When the parent is gone there is nothing to report or to clean up.
@@ -56,7 +55,7 @@ messages: effects happen twice, and the status is 1.`,
 				return demo.RunProcess(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), orphaned)
 			}
 			d.out, d.progress = cmd.OutOrStdout(), cmd.OutOrStdout()
-			if d.json {
+			if d.JSON {
 				d.progress = cmd.ErrOrStderr()
 			}
 			return d.run(cmd.Context())
@@ -67,7 +66,7 @@ messages: effects happen twice, and the status is 1.`,
 	cli.AddDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
 	cli.AddOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
 	cli.AddBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
-	cli.AddJSON(cmd, &d.json)
+	d.AddJSON(cmd)
 	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
 	cli.AddBool(flags, &child, flagDemoProcess, "be a process of the demo")
 	_ = flags.MarkHidden(flagDemoProcess) // fails only for a flag that is not there
@@ -79,7 +78,6 @@ messages: effects happen twice, and the status is 1.`,
 type demonstration struct {
 	*cli.Settings
 	options  demo.Options
-	json     bool
 	out      io.Writer
 	progress io.Writer
 }
@@ -130,7 +128,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 		Report: report, Held: report.Held(), WithoutDedup: d.options.WithoutDedup, Seconds: math.Round(time.Since(begin).Seconds()*10) / 10,
 		Postgres: on.postgres.Description, Kafka: on.kafka.Description,
 	}
-	return answer(d.out, d.json, result, result.text(), result.Held)
+	return answer(d.out, d.JSON, result, result.text(), result.Held)
 }
 
 // demoScreen shows the progress of the demo.

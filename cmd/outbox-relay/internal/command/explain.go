@@ -25,7 +25,6 @@ func newExplain(s *cli.Settings) *cobra.Command {
 	var q inspect.Question
 	var timeout time.Duration
 	var topic *string
-	var asJSON bool
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "explain ID",
 		Short: "Show where a message or a request is: idempotency key, outbox, topic, claims, parked, children",
@@ -51,7 +50,7 @@ with the error.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return explain(ctx, s, q, asJSON, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
+			return explain(ctx, s, q, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
 		},
 	}, cli.FlagDatabaseURL))
 	flags := cmd.Flags()
@@ -60,11 +59,11 @@ with the error.`,
 	cli.AddInt(flags, &q.ScanMax, "scan-max", 100_000, 1, 1_000_000_000, "read at most this many records of topics")
 	cli.AddDuration(flags, &timeout, "timeout", time.Minute, time.Second, time.Hour, "time limit of the command")
 	cli.CommandLineOnly(flags, "topic", "since")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
-func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bool, out io.Writer, logger *slog.Logger) error {
+func explain(ctx context.Context, s *cli.Settings, q inspect.Question, out io.Writer, logger *slog.Logger) error {
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		kafka, err := openKafka(s, logger)
 		if err != nil {
@@ -77,7 +76,7 @@ func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bo
 		if err != nil {
 			return err
 		}
-		return answer(out, asJSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
+		return answer(out, s.JSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
 	})
 }
 

@@ -25,7 +25,6 @@ type action struct {
 	decision          held.Decision
 	all, dryRun, wait bool
 	yes               bool // discard without asking
-	asJSON            bool
 	in                io.Reader
 	out, progress     io.Writer
 }
@@ -33,7 +32,7 @@ type action struct {
 // newRetry makes cmd hand rows back.
 func newRetry(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
 	a := &action{selection: newSelection(s, kind)}
-	addBy(s, cmd, &a.decision.By, &a.asJSON, "retried by hand")
+	addBy(s, cmd, &a.decision.By, "retried by hand")
 	cli.AddBool(cmd.Flags(), &a.wait, "wait", "wait until "+a.WaitFor)
 	cli.AddDuration(cmd.Flags(), &a.decision.WaitMax, "wait-max", time.Minute, time.Second, 24*time.Hour, "how long --wait waits")
 	return a.command(cmd)
@@ -42,7 +41,7 @@ func newRetry(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Comman
 // newDiscard makes cmd discard rows.
 func newDiscard(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
 	a := &action{selection: newSelection(s, kind), decision: held.Decision{Discard: true}}
-	addBy(s, cmd, &a.decision.By, &a.asJSON, "")
+	addBy(s, cmd, &a.decision.By, "")
 	cli.AddBool(cmd.Flags(), &a.decision.WholeKeys, "all-of-key", "also the "+a.Rows()+" behind: all "+string(kind)+" "+a.Rows()+" of the key")
 	cli.AddBool(cmd.Flags(), &a.yes, "yes", "do not ask before discarding more than one "+a.Row)
 	cli.CommandLineOnly(cmd.Flags(), "all-of-key", "yes")
@@ -84,9 +83,9 @@ func (a *action) run(ctx context.Context, conn *pgx.Conn) error {
 	report := a.kind.NewReport(a.decision, len(refs))
 	report.DryRun = a.dryRun
 	switch {
-	case len(refs) == 0 && !a.asJSON:
+	case len(refs) == 0 && !a.s.JSON:
 		return terminal.Say(a.out, "%s\n", a.nothing())
-	case len(refs) == 0, a.dryRun && a.asJSON:
+	case len(refs) == 0, a.dryRun && a.s.JSON:
 		return terminal.PrintJSON(a.out, report)
 	case a.dryRun:
 		rows, err := a.these(ctx, conn, refs)
@@ -126,7 +125,7 @@ func (a *action) confirm(ctx context.Context, conn *pgx.Conn, refs []held.Ref) e
 	}
 	what := a.what(len(refs))
 	refused := usageError{fmt.Errorf("%s would be discarded, and are %s: --dry-run shows them, --yes confirms", what, a.Lost)}
-	if !terminal.IsTerminal(a.in) || a.asJSON {
+	if !terminal.IsTerminal(a.in) || a.s.JSON {
 		return refused
 	}
 	rows, err := a.these(ctx, conn, refs)
@@ -157,7 +156,7 @@ func (a *action) confirm(ctx context.Context, conn *pgx.Conn, refs []held.Ref) e
 // say prints what was done, and returns errUnhealthy if not everything was.
 func (a *action) say(r *held.Report) error {
 	left := a.left(r)
-	return answer(a.out, a.asJSON, r, a.text(r, left), len(left) == 0 && (r.Waited == nil || len(r.Waited.Failed) == 0 && r.Waited.Pending == 0))
+	return answer(a.out, a.s.JSON, r, a.text(r, left), len(left) == 0 && (r.Waited == nil || len(r.Waited.Failed) == 0 && r.Waited.Pending == 0))
 }
 
 // left are the rows that were left alone, each with the reason.

@@ -23,14 +23,13 @@ const listMax = 50
 
 // newList makes cmd list rows.
 func newList(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
-	var asJSON bool
 	c := newSelection(s, kind)
 	c.add(cmd.Flags(), listMax)
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	cmd.Args = cli.OptionalID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return c.with(cmd.Context(), cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
-			return c.list(ctx, conn, asJSON, cmd.OutOrStdout())
+			return c.list(ctx, conn, s.JSON, cmd.OutOrStdout())
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
@@ -130,18 +129,17 @@ const payloadShown = 4 << 10
 
 // newShow makes cmd show all about one row.
 func newShow(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
-	var asJSON bool
 	var p payloadFlags
 	c := newSelection(s, kind)
 	if kind == held.Parked {
 		cli.AddText(cmd.Flags(), "consumer", 600, "only what this consumer parked", cli.Into(&c.filter.Consumer))
 	}
 	p.add(cmd.Flags(), "headers and payload")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	cmd.Args = cli.OneID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return c.with(cmd.Context(), cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
-			return c.show(ctx, conn, p.bytesMax(), asJSON, cmd.OutOrStdout())
+			return c.show(ctx, conn, p.bytesMax(), s.JSON, cmd.OutOrStdout())
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)

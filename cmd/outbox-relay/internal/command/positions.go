@@ -19,7 +19,6 @@ import (
 
 func newPositions(s *cli.Settings) *cobra.Command {
 	var filter inspect.PositionFilter
-	var asJSON bool
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "positions",
 		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
@@ -30,7 +29,6 @@ topics, and topics of consumers that do not exist.
 Exit status 1 if the group of --group has no positions, or if Kafka failed: then the rest is shown with the error.`,
 		Example: `  outbox-relay positions
   outbox-relay positions --group billing --topic orders --json`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
 				filter.Relay = &s.Relay
@@ -47,20 +45,20 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 				if err != nil {
 					return err
 				}
-				if none := len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0; none && (filter.Group != nil || !asJSON) {
+				if none := len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0; none && (filter.Group != nil || !s.JSON) {
 					if filter.Group != nil {
 						return fmt.Errorf("group %q has no positions: it has not run, or its name is misspelt; \"outbox-relay positions\" shows all", *filter.Group)
 					}
 					return terminal.Say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
 				}
-				return answer(cmd.OutOrStdout(), asJSON, positions, positionsText(positions), positions.KafkaError == "")
+				return answer(cmd.OutOrStdout(), s.JSON, positions, positionsText(positions), positions.KafkaError == "")
 			})
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddText(cmd.Flags(), "group", 255, "only this consumer group", cli.Into(&filter.Group))
 	cli.AddText(cmd.Flags(), "topic", 249, "only this topic's positions", cli.Into(&filter.Topic))
 	cli.CommandLineOnly(cmd.Flags(), "group", "topic")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 

@@ -28,7 +28,6 @@ func newServers(*cli.Settings) *cobra.Command {
 shell variables. Ctrl-C or SIGTERM stops both and deletes their data. The first run downloads PostgreSQL. For
 trying out and tests, never for production: no TLS, no replication, and the Kafka keeps everything in memory.`,
 		Example: `  outbox-relay servers --topic orders`,
-		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			ctx := cmd.Context()
 			on, err := start(ctx, servers.PostgresOptions{Own: true, Embedded: true}, servers.KafkaOptions{Own: true, Embedded: true}, func(line string) {

@@ -48,7 +48,7 @@ func (c *Consumer) begin(ctx context.Context, t *tx, w *work) (got claimed, err 
 	return got, err
 }
 
-// freshMin is the smallest batch for which the form with COPY is worthwhile.
+// freshMin is the smallest batch for which the form that takes all messages as fresh is worthwhile.
 const freshMin = 20
 
 // trusts reports whether to take messages as fresh. Messages that this consumer has handled before

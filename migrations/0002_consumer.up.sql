@@ -53,15 +53,13 @@ CREATE TABLE effectonce.consumers (
   name           text        NOT NULL UNIQUE CHECK (octet_length(name) BETWEEN 1 AND 600),
   consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),
   topics         text[]      NOT NULL CONSTRAINT consumers_topics_are_too_many CHECK (pg_column_size(topics) <= 1048576),
-  -- What each of the topics is called in IDs; a topic without one is called by its name.
-  aliases        text[]      NOT NULL DEFAULT '{}' CONSTRAINT consumers_aliases_are_too_many CHECK (pg_column_size(aliases) <= 1048576),
+  aliases        text[]      NOT NULL DEFAULT '{}' CONSTRAINT consumers_aliases_are_too_many CHECK (pg_column_size(aliases) <= 1048576), -- what topics are called in IDs
   created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
   -- Null: claims are kept for ever, in processed_forever.
   dedup_window   interval    DEFAULT '7 days' CONSTRAINT consumers_dedup_window_is_not_positive CHECK (dedup_window > interval '0'),
   -- Claims of messages up to this time may have been forgotten; null: none were. Written by the transaction
   -- that forgets, never moved back. The window only says what maintenance may forget from now on.
   forgotten_to   timestamptz,
-  -- How messages get their IDs.
   id_rule        text        NOT NULL DEFAULT 'standard' CONSTRAINT consumers_id_rule_is_too_long CHECK (octet_length(id_rule) BETWEEN 1 AND 2048)
 );
 

@@ -20,7 +20,6 @@ const (
 	FailedTransaction       = "25P02"
 	IdleTransactionTimeout  = "25P03"
 	TransactionTimeout      = "25P04"
-	UnknownStatement        = "26000"
 	InvalidRole             = "28000"
 	InvalidPassword         = "28P01"
 	UnknownCursor           = "34000"

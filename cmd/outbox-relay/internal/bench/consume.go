@@ -26,10 +26,6 @@ type load struct {
 // Consume measures how many messages per second, each with an effect of one insert, the textbook
 // loop and the engine handle. It also measures how much space and write-ahead log a claim takes.
 func Consume(ctx context.Context, opts Options) (_ *Report, err error) {
-	opts, err = opts.withDefaults()
-	if err != nil {
-		return nil, err
-	}
 	s, err := newSite(ctx, opts)
 	if err != nil {
 		return nil, err
@@ -59,7 +55,6 @@ func Consume(ctx context.Context, opts Options) (_ *Report, err error) {
 		{Key: "no_dedup", Text: "engine without claims", Unit: messageRate},
 		{Key: "by_id", Text: "engine with claims", Unit: messageRate},
 		{Key: "by_position", Text: "engine by position", Unit: messageRate},
-		{Key: "all_duplicates", Text: "by_id, every message claimed before", Unit: messageRate},
 		{Key: "bytes_per_message", Text: "claim: table and index", Unit: "bytes"},
 		{Key: "wal_bytes_per_message", Text: "claim: write-ahead log", Unit: "bytes"},
 	}, b.samples).sized("messages", opts.Messages, messagesTelling, opts.Rounds), nil
@@ -84,10 +79,8 @@ func (b *consumeBench) round(ctx context.Context, round int, few, all load) erro
 			return err
 		},
 		func() (err error) {
-			if with, err = b.turn(ctx, round, "by_id", all, b.byID); err != nil {
-				return err
-			}
-			return b.allDuplicates(ctx, round, all)
+			with, err = b.turn(ctx, round, "by_id", all, b.byID)
+			return err
 		},
 		func() (err error) {
 			without, err = b.turn(nodedup.With(ctx), round, "no_dedup", all, b.byID)
@@ -118,8 +111,6 @@ func (b *consumeBench) byPosition(ctx context.Context, l load, group string) (fl
 	return b.engine(ctx, l, group, consumer.DedupByPosition)
 }
 
-func groupOf(key string, round int) string { return key + "-" + strconv.Itoa(round) }
-
 // footprint is the space that a run took.
 type footprint struct{ claims, wal int64 }
 
@@ -137,7 +128,7 @@ func (b *consumeBench) turn(ctx context.Context, round int, key string, l load, 
 	if err != nil {
 		return took, err
 	}
-	rate, err := run(ctx, l, b.group(groupOf(key, round)))
+	rate, err := run(ctx, l, b.group(key+"-"+strconv.Itoa(round)))
 	if err != nil {
 		return took, fmt.Errorf("%s: %w", key, err)
 	}
@@ -151,24 +142,6 @@ func (b *consumeBench) turn(ctx context.Context, round int, key string, l load, 
 	}
 	bytesAfter, err := b.number(ctx, "the size of processed_messages", claimBytesSQL)
 	return footprint{bytesAfter - bytesBefore, walAfter - walBefore}, err
-}
-
-// allDuplicates makes the group of by_id start over: every message is redelivered, and none may
-// have an effect.
-func (b *consumeBench) allDuplicates(ctx context.Context, round int, l load) error {
-	group := b.group(groupOf("by_id", round))
-	if _, err := b.pool.Exec(ctx, b.sql(rewindSQL), group); err != nil {
-		return fmt.Errorf("rewind group %s: %w", group, err)
-	}
-	deleted, err := b.admin.DeleteGroups(ctx, group)
-	if err = errors.Join(err, deleted.Error()); err != nil {
-		return fmt.Errorf("rewind group %s: %w", group, err)
-	}
-	rate, err := b.byID(ctx, l, group)
-	if err != nil {
-		return fmt.Errorf("all_duplicates: %w", err)
-	}
-	return b.finish(ctx, "all_duplicates", round, l, rate)
 }
 
 // finish keeps a run's figure if every message had its effect exactly once.

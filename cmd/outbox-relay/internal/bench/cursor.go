@@ -16,7 +16,7 @@ const cursorRows, cursorInFlight = 5000, 50_000
 // relay: it keeps no progress, and loses a transaction that commits late. As the relay does, it
 // reads the next page while it sends.
 func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.connect(ctx)
+	conn, closeConn, err := b.Connect(ctx)
 	if err != nil {
 		return err
 	}

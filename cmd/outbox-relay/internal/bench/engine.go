@@ -31,7 +31,7 @@ func (b *consumeBench) engine(ctx context.Context, l load, group string, level c
 	defer stop(nil)
 	m := &meter{want: l.messages}
 	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(b.Brokers...)}, handler, consumer.Config{
-		Group: group, Topics: []string{l.topic}, Schema: b.schema, Dedup: level, Logger: slog.New(slog.DiscardHandler), // errors end the run
+		Group: group, Topics: []string{l.topic}, Schema: b.Schema, Dedup: level, Logger: slog.New(slog.DiscardHandler), // errors end the run
 		Hooks: consumer.Hooks{
 			Processed: func(p consumer.Processed) {
 				if m.add(p.Fresh + p.Duplicates + p.Parked) {

@@ -68,7 +68,7 @@ func (b *relayBench) latency(ctx context.Context, round int, topic string) error
 }
 
 func (s *stream) run(ctx context.Context) (err error) {
-	if s.outbox, err = outbox.New(outbox.Config{Schema: s.schema}); err != nil {
+	if s.outbox, err = outbox.New(outbox.Config{Schema: s.Schema}); err != nil {
 		return err
 	}
 	if s.pool, err = s.newPool(ctx, writers); err != nil {
@@ -80,11 +80,11 @@ func (s *stream) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer relayPool.Close()
-	sender, err := relay.New(relayPool, s.producer(), relay.Config{Schema: s.schema, Name: relayName(s.Rounds - 1)})
+	sender, err := relay.New(relayPool, s.producer(), relay.Config{Schema: s.Schema, Name: relayName(s.Rounds - 1)})
 	if err != nil {
 		return err
 	}
-	ends, err := s.ends(ctx, s.topic)
+	ends, err := s.Ends(ctx, s.topic)
 	if err != nil {
 		return err
 	}

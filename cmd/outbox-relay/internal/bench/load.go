@@ -26,7 +26,7 @@ func (b *consumeBench) produce(ctx context.Context, l load) error {
 	var once sync.Once
 	for i := range l.messages {
 		id := messageID(begin.Add(time.Duration(i/idsPerMillisecond) * time.Millisecond))
-		b.client.Produce(ctx, &kgo.Record{
+		b.Client.Produce(ctx, &kgo.Record{
 			Topic:   l.topic,
 			Key:     []byte("account-" + strconv.Itoa(i%keysDistinct)),
 			Value:   body(i),
@@ -37,7 +37,7 @@ func (b *consumeBench) produce(ctx context.Context, l load) error {
 			}
 		})
 	}
-	if err := b.client.Flush(ctx); err != nil {
+	if err := b.Client.Flush(ctx); err != nil {
 		return fmt.Errorf("produce to topic %s: %w", l.topic, err)
 	}
 	if failed != nil {

@@ -1,12 +1,8 @@
 package bench
 
-import (
-	"cmp"
-	"errors"
-	"fmt"
-)
+import "fmt"
 
-// Bounds and defaults of Options.
+// Bounds and defaults of Options: the flags have them.
 const (
 	MessagesMin     = 2000 // runs, and says that its figures mean nothing
 	MessagesDefault = 100_000
@@ -33,7 +29,7 @@ const (
 	keysDistinct      = 1000
 )
 
-// Options are the options of Consume and Relay. All fields but the first two may be zero.
+// Options are the options of Consume and Relay.
 type Options struct {
 	// DatabaseURL is the URL of the PostgreSQL database. The benchmark creates its own schema there
 	// and drops it.
@@ -43,39 +39,14 @@ type Options struct {
 	Brokers []string
 
 	// Messages that the fastest variants of Consume handle in a round; the textbook handles a
-	// fortieth of them. 2,000 to 5,000,000; default 100,000.
+	// fortieth of them.
 	Messages int
-	// Rows of the backlog that each variant of Relay drains. 2,000 to 5,000,000; default 500,000.
+	// Rows of the backlog that each variant of Relay drains.
 	Rows int
-	// Rounds in which the variants take turns. 1 to 25; default 3.
+	// Rounds in which the variants take turns.
 	Rounds int
-	// Progress gets one line at a time. Default: none.
+	// Progress gets one line at a time.
 	Progress func(line string)
-}
-
-func (o Options) withDefaults() (Options, error) {
-	o.Messages = cmp.Or(o.Messages, MessagesDefault)
-	o.Rows = cmp.Or(o.Rows, RowsDefault)
-	o.Rounds = cmp.Or(o.Rounds, RoundsDefault)
-	if o.Progress == nil {
-		o.Progress = func(string) {}
-	}
-	problem := errors.Join(
-		inBounds("messages", o.Messages, MessagesMin, MessagesMax),
-		inBounds("rows", o.Rows, RowsMin, RowsMax),
-		inBounds("rounds", o.Rounds, RoundsMin, RoundsMax),
-	)
-	if o.DatabaseURL == "" || len(o.Brokers) == 0 {
-		problem = errors.Join(problem, errors.New("bench: DatabaseURL and Brokers are required"))
-	}
-	return o, problem
-}
-
-func inBounds(what string, value, lowest, highest int) error {
-	if value < lowest || value > highest {
-		return fmt.Errorf("%s %d: want %d to %d", what, value, lowest, highest)
-	}
-	return nil
 }
 
 func (o Options) note(format string, args ...any) { o.Progress(fmt.Sprintf(format, args...)) }

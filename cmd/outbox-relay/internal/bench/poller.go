@@ -22,7 +22,7 @@ const pollRows = 3000
 // skipLocked is the poller of the textbook: lock a batch of waiting rows, produce them, delete
 // them, commit. There is only one: a second would break the order of a key.
 func (b *relayBench) skipLocked(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.connect(ctx)
+	conn, closeConn, err := b.Connect(ctx)
 	if err != nil {
 		return err
 	}

@@ -33,10 +33,6 @@ INSERT INTO effectonce.bench_processed (message_id, consumer) VALUES ($1, $2) ON
 const effectsSQL = `-- bench.effects
 SELECT count(*), count(DISTINCT body) FROM effectonce.bench_effects`
 
-// rewindSQL makes a group start over, as an operator would; the claims remain.
-const rewindSQL = `-- bench.rewind
-DELETE FROM effectonce.consumer_positions WHERE consumer_group = $1`
-
 const claimBytesSQL = `-- bench.claim_bytes
 SELECT sum(pg_total_relation_size(relid))::bigint FROM pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
 
@@ -86,4 +82,4 @@ SELECT seq, id, topic, key, payload, headers::text, created_at
 FROM effectonce.outbox WHERE seq > $1 ORDER BY seq LIMIT $2`
 
 // sql puts a statement into the benchmark's schema.
-func (s *site) sql(statement string) string { return migrations.InSchema(statement, s.schema) }
+func (s *site) sql(statement string) string { return migrations.InSchema(statement, s.Schema) }

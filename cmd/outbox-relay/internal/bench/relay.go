@@ -34,10 +34,6 @@ func (s *site) producer() []kgo.Opt {
 // through a bare cursor that guarantees nothing, and through the relay. It also measures how long a
 // single message takes from its commit until a consumer has it.
 func Relay(ctx context.Context, opts Options) (_ *Report, err error) {
-	opts, err = opts.withDefaults()
-	if err != nil {
-		return nil, err
-	}
 	s, err := newSite(ctx, opts)
 	if err != nil {
 		return nil, err
@@ -159,11 +155,11 @@ func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
 
 // emptyTopic keeps records from accumulating on the brokers, whose memory may be this process's.
 func (b *relayBench) emptyTopic(ctx context.Context) error {
-	ends, err := b.ends(ctx, b.drained)
+	ends, err := b.Ends(ctx, b.drained)
 	if err != nil {
 		return err
 	}
-	deleted, err := b.admin.DeleteRecords(ctx, ends.Offsets())
+	deleted, err := b.Admin.DeleteRecords(ctx, ends.Offsets())
 	if err = errors.Join(err, deleted.Error()); err != nil {
 		return fmt.Errorf("empty topic %s: %w", b.drained, err)
 	}
@@ -172,7 +168,7 @@ func (b *relayBench) emptyTopic(ctx context.Context) error {
 
 // written returns how many records the topic has had.
 func (b *relayBench) written(ctx context.Context) (n int64, err error) {
-	ends, err := b.ends(ctx, b.drained)
+	ends, err := b.Ends(ctx, b.drained)
 	if err != nil {
 		return 0, err
 	}
@@ -200,11 +196,11 @@ func (b *relayBench) exactlyOnce(ctx context.Context, round int) error {
 // run would count them.
 func (b *relayBench) marked(ctx context.Context) error {
 	for {
-		ends, err := b.ends(ctx, b.drained)
+		ends, err := b.Ends(ctx, b.drained)
 		if err != nil {
 			return err
 		}
-		stable, err := b.admin.ListCommittedOffsets(ctx, b.drained)
+		stable, err := b.Admin.ListCommittedOffsets(ctx, b.drained)
 		if err = errors.Join(err, stable.Error()); err != nil {
 			return fmt.Errorf("read the end offsets of topic %s: %w", b.drained, err)
 		}
@@ -225,7 +221,7 @@ func (b *relayBench) drain(ctx context.Context, cfg relay.Config) error {
 		return err
 	}
 	defer pool.Close()
-	cfg.Schema = b.schema
+	cfg.Schema = b.Schema
 	r, err := relay.New(pool, b.producer(), cfg)
 	if err != nil {
 		return err

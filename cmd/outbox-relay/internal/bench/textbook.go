@@ -20,7 +20,7 @@ const markEvery = time.Second
 // The statements are prepared once, and the client commits offsets in the background, once a
 // second.
 func (b *consumeBench) textbook(ctx context.Context, l load, group string) (float64, error) {
-	conn, closeConn, err := b.connect(ctx)
+	conn, closeConn, err := b.Connect(ctx)
 	if err != nil {
 		return 0, err
 	}

@@ -169,11 +169,11 @@ func AddAge(flags *pflag.FlagSet, target **time.Duration, name, usage string) {
 }
 
 // AddJSON adds --json to a command that prints one object.
-func AddJSON(cmd *cobra.Command, target *bool) {
-	AddBool(cmd.Flags(), target, "json", "print one JSON object")
+func (s *Settings) AddJSON(cmd *cobra.Command) {
+	AddBool(cmd.Flags(), &s.JSON, "json", "print one JSON object")
 }
 
 // AddJSONLines adds --json to a command that prints a list.
-func AddJSONLines(cmd *cobra.Command, target *bool) {
-	AddBool(cmd.Flags(), target, "json", "print one JSON object per line")
+func (s *Settings) AddJSONLines(cmd *cobra.Command) {
+	AddBool(cmd.Flags(), &s.JSON, "json", "print one JSON object per line")
 }

@@ -42,6 +42,7 @@ type Settings struct {
 	Brokers []string // --brokers, as host:port; empty: not given
 	Schema  string   // --schema, a valid name
 	Relay   string   // --relay
+	JSON    bool     // --json, of commands that have it
 
 	databaseURL      secret // empty: not given
 	databasePassword secretFile

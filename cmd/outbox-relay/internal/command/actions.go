@@ -1,7 +1,9 @@
 package command
 
 import (
+	"cmp"
 	"context"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -24,26 +26,44 @@ func newActions(s *cli.Settings) *cobra.Command {
 func newActionsList(s *cli.Settings) *cobra.Command {
 	var filter operator.ActionFilter
 	var limit int
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List what operators did, the newest first",
-		Long:  "List every retry, discard and reset, the newest first: when, who, what, to what and why.",
-		Args:  cli.NoArgs,
+		Long:  "List every change, the newest first: when, who, what and with which choice, to what, and why.",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				actions, err := operator.Actions(ctx, conn, s.Schema, filter, limit)
 				if err != nil {
 					return err
 				}
-				return list(cmd.OutOrStdout(), asJSON, actions, "no actions", "when\twho\twhat\tto what\twhy", func(a operator.Action) string {
-					return terminal.Fill("%s\t%s\t%s\t%s\t%s", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, a.Object(), terminal.Clip(a.Why, errorWidth))
+				return list(cmd.OutOrStdout(), s.JSON, actions, "no actions", "when\twho\twhat\tchoice\tto what\twhy", func(a operator.Action) string {
+					return terminal.Fill("%s\t%s\t%s\t%s\t%s\t%s", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, cmp.Or(a.Choice(), "-"), a.Object(), terminal.Clip(a.Why, errorWidth))
 				})
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
 	cli.AddInt(cmd.Flags(), &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	return cmd
+}
+
+// actionsText is what operators did, as the commands that show one thing have it.
+func actionsText(actions []operator.Action) string {
+	var text strings.Builder
+	for i, a := range actions {
+		if i == 0 {
+			text.WriteString("operators\n")
+		}
+		terminal.Add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.By(), whatText(&a), terminal.Clip(a.Why, 200))
+	}
+	return text.String()
+}
+
+// whatText is an action with its choice.
+func whatText(a *operator.Action) string {
+	if choice := a.Choice(); choice != "" {
+		return a.What + " (" + choice + ")"
+	}
+	return a.What
 }

@@ -11,7 +11,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
-	"github.com/effectonce/effectonce/internal/servers"
 )
 
 func newBench(s *cli.Settings) *cobra.Command {
@@ -40,7 +39,6 @@ func newBenchConsume(s *cli.Settings) *cobra.Command {
   no_dedup        by_id without claims
   by_id           the engine; the effects of a batch go in one round trip
   by_position     by_id with the position instead of claims
-  all_duplicates  by_id when every message was claimed before
 
   bytes_per_message      growth of the claims' table and index, with four partitions at once
   wal_bytes_per_message  write-ahead log per claim: by_id less no_dedup, each right after a checkpoint; of the
@@ -72,17 +70,15 @@ type benchmark struct {
 	*cli.Settings
 	options bench.Options
 	measure func(context.Context, bench.Options) (*bench.Report, error)
-	json    bool
 }
 
 // command completes cmd; size is the flag that says how much a round measures.
 func (b *benchmark) command(size string, value *int, standard, lowest, highest int, usage string, cmd *cobra.Command) *cobra.Command {
-	cmd.Args = cli.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return b.run(cmd) }
 	cli.PlainKafka(cmd)
 	cli.AddInt(cmd.Flags(), value, size, standard, lowest, highest, usage)
 	cli.AddInt(cmd.Flags(), &b.options.Rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
-	cli.AddJSON(cmd, &b.json)
+	b.AddJSON(cmd)
 	cmd.Flags().Lookup("json").Usage = "print one line of JSON instead of the table"
 	return cmd
 }
@@ -98,32 +94,18 @@ func (b *benchmark) run(cmd *cobra.Command) (err error) {
 	progress := func(line string) {
 		_ = terminal.Say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
 	}
-	progress("starting the servers (the first run downloads PostgreSQL)")
-	address, err := b.DatabaseAddress()
+	on, err := startServers(ctx, b.Settings, checkpointsAway(), progress)
 	if err != nil {
 		return err
 	}
-	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: checkpointsAway(),
-	})
-	if err != nil {
-		return err
-	}
-	defer stop(ctx, postgres.Stop, &err)
-	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: b.Brokers, Embedded: len(b.Brokers) == 0})
-	if err != nil {
-		return err
-	}
-	defer stop(ctx, kafka.Stop, &err)
-	progress(postgres.Description)
-	progress(kafka.Description)
-	b.options.DatabaseURL, b.options.Brokers, b.options.Progress = postgres.URL, kafka.Brokers, progress
+	defer on.stop(ctx, &err)
+	b.options.DatabaseURL, b.options.Brokers, b.options.Progress = on.postgres.URL, on.kafka.Brokers, progress
 	found, err := b.measure(ctx, b.options)
 	if err != nil {
 		return err
 	}
-	found.Postgres, found.Kafka, found.Took = postgres.Description, kafka.Description, time.Since(begin)
-	if b.json {
+	found.Postgres, found.Kafka, found.Took = on.postgres.Description, on.kafka.Description, time.Since(begin)
+	if b.JSON {
 		return terminal.PrintJSON(cmd.OutOrStdout(), found)
 	}
 	return found.WriteTable(cmd.OutOrStdout())

@@ -13,16 +13,16 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// addBy adds the flags of an order that is recorded: --why, which only comes from the command line,
+// addBy adds the flags of a command whose change is recorded: --why, which only comes from the command line,
 // --by and --json. otherwise is recorded if --why is not given; empty: it is required.
-func addBy(s *cli.Settings, cmd *cobra.Command, by *operator.By, asJSON *bool, otherwise string) {
+func addBy(s *cli.Settings, cmd *cobra.Command, by *operator.By, otherwise string) {
 	usage := "reason"
 	if otherwise == "" {
 		usage += "; required"
 	}
 	cli.AddText(cmd.Flags(), "why", 2048, usage, func(text string) error { by.Why = text; return nil })
 	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	cli.AddJSON(cmd, asJSON)
+	s.AddJSON(cmd)
 	cli.CommandLineOnly(cmd.Flags(), "why")
 	s.Check(cmd, func() error {
 		by.Who = cmp.Or(by.Who, user())

@@ -20,67 +20,65 @@ func newConsumer(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "consumer",
 		Short: "Pause topics for a group, move a partition's position, choose how messages get their IDs",
-		Long: `Give orders to the consumers of a group. Running consumers carry them out by themselves. Orders are recorded: see
+		Long: `Change what the consumers of a group do. Running consumers follow within seconds. Changes are recorded: see
 "outbox-relay actions list".`,
 	}
 	cmd.AddCommand(newConsumerPause(s), newConsumerResume(s), newConsumerResumeAt(s), newConsumerRule(s))
 	return cmd
 }
 
-// consumerOrder holds the flags of every order.
-type consumerOrder struct {
+// consumerChange holds the flags of every change.
+type consumerChange struct {
 	operator.By
 
 	group, topic string
-	asJSON       bool
 }
 
 // add adds the flags. otherwise is as for addBy.
-func (o *consumerOrder) add(s *cli.Settings, cmd *cobra.Command, otherwise string) {
+func (c *consumerChange) add(s *cli.Settings, cmd *cobra.Command, otherwise string) {
 	flags := cmd.Flags()
-	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
-	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
-	addBy(s, cmd, &o.By, &o.asJSON, otherwise)
+	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { c.group = text; return nil })
+	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { c.topic = text; return nil })
+	addBy(s, cmd, &c.By, otherwise)
 	cli.CommandLineOnly(flags, "group", "topic")
-	s.Check(cmd, o.Validate)
+	s.Check(cmd, c.Validate)
 }
 
 // Validate returns all problems of the flags.
-func (o *consumerOrder) Validate() error {
+func (c *consumerChange) Validate() error {
 	var problems []error
-	if o.group == "" {
+	if c.group == "" {
 		problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
 	}
-	if o.topic == "" {
+	if c.topic == "" {
 		problems = append(problems, errors.New("--topic is missing"))
 	}
 	return errors.Join(problems...)
 }
 
 func newConsumerPause(s *cli.Settings) *cobra.Command {
-	var o consumerOrder
+	var c consumerChange
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "pause",
 		Short: "Stop a group's consumers from reading a topic",
 		Long: `Stop a group's consumers from reading a topic. They stop within seconds, after their batch; other topics continue.
 The pause also holds for consumers that start later, until "consumer resume". Mind the topic's retention.`,
 		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
-		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, o.By, o.group, o.topic)
+				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, c.By, c.group, c.topic)
 				if err != nil {
 					return err
 				}
-				text := "is being paused: consumers of group " + terminal.Plain(o.group) + " finish their batch, and stop within some seconds"
+				text := "is being paused: consumers of group " + terminal.Plain(c.group) + " finish their batch, and stop within some seconds"
 				if !paused {
 					text = "was paused already: " + pauseText(pause)
 				}
-				return say(cmd.OutOrStdout(), o.asJSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(o.topic), text)
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(c.topic), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	o.add(s, cmd, "")
+	c.add(s, cmd, "")
 	return cmd
 }
 
@@ -90,16 +88,15 @@ func pauseText(p consumers.Pause) string {
 }
 
 func newConsumerResume(s *cli.Settings) *cobra.Command {
-	var o consumerOrder
+	var c consumerChange
 	cmd := cli.Needs(&cobra.Command{
 		Use:     "resume",
 		Short:   "End the pause of a topic",
 		Long:    "End the pause of a topic. The group's consumers continue at their positions within seconds.",
 		Example: `  outbox-relay consumer resume --group billing --topic orders`,
-		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, o.By, o.group, o.topic)
+				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, c.By, c.group, c.topic)
 				if err != nil {
 					return err
 				}
@@ -107,11 +104,11 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 				if !resumed {
 					text = "was not paused"
 				}
-				return say(cmd.OutOrStdout(), o.asJSON, map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic}, "topic %s %s for group %s\n", terminal.Plain(o.topic), text, terminal.Plain(o.group))
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"resumed": resumed, "group": c.group, "topic": c.topic}, "topic %s %s for group %s\n", terminal.Plain(c.topic), text, terminal.Plain(c.group))
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	o.add(s, cmd, "by hand")
+	c.add(s, cmd, "by hand")
 	return cmd
 }
 
@@ -131,7 +128,7 @@ Messages handled before keep their claims under the old rule. They run again if 
 change, or if a producer sends another copy after it.`
 
 func newConsumerRule(s *cli.Settings) *cobra.Command {
-	var o consumerOrder
+	var c consumerChange
 	var rule string
 	var force bool
 	cmd := cli.Needs(&cobra.Command{
@@ -144,34 +141,34 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			switch {
 			case rule == "":
-				return showRules(cmd, s, args, o.asJSON)
+				return showRules(cmd, s, args)
 			case len(args) == 0:
 				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
 			}
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				before, err := consumers.SetRule(ctx, pool, s.Schema, o.By, args[0], rule, force)
+				before, err := consumers.SetRule(ctx, pool, s.Schema, c.By, args[0], rule, force)
 				if err != nil {
 					return err
 				}
-				return printRule(cmd.OutOrStdout(), before, rule, o.asJSON)
+				return printRule(cmd.OutOrStdout(), before, rule, s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cli.AddText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
 	s.Check(cmd, func() error {
-		if rule != "" && o.Why == "" {
+		if rule != "" && c.Why == "" {
 			return errors.New("--why is missing: say why the rule is changed")
 		}
 		return nil
 	})
-	addBy(s, cmd, &o.By, &o.asJSON, "not recorded: the rules are only shown")
+	addBy(s, cmd, &c.By, "not recorded: the rules are only shown")
 	cmd.Flags().Lookup("why").Usage = "reason; required with --set"
 	cli.AddBool(cmd.Flags(), &force, "force", "with --set: also while a partition looks held")
 	cli.CommandLineOnly(cmd.Flags(), "set", "force")
 	return cmd
 }
 
-func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool) error {
+func showRules(cmd *cobra.Command, s *cli.Settings, names []string) error {
 	return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 		all, err := consumers.Registered(ctx, pool, s.Schema)
 		if err == nil && len(names) > 0 {
@@ -183,7 +180,7 @@ func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool)
 		if err != nil {
 			return err
 		}
-		return list(cmd.OutOrStdout(), asJSON, all, "no consumers: none has registered yet", "consumer\tid rule", func(c consumers.Consumer) string {
+		return list(cmd.OutOrStdout(), s.JSON, all, "no consumers: none has registered yet", "consumer\tid rule", func(c consumers.Consumer) string {
 			return consumerText(c.Name) + "\t" + terminal.Printable(c.IDRule)
 		})
 	})

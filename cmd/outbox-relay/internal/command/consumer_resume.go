@@ -19,13 +19,13 @@ import (
 
 // resumeAt is the command that sets where a partition continues.
 type resumeAt struct {
-	consumerOrder
+	consumerChange
 
-	s                *cli.Settings
-	partition        int32
-	at               int64
-	given            bool
-	takeBack, dryRun bool
+	s              *cli.Settings
+	partition      int32
+	at             int64
+	given          bool
+	cancel, dryRun bool
 }
 
 func newConsumerResumeAt(s *cli.Settings) *cobra.Command {
@@ -33,16 +33,15 @@ func newConsumerResumeAt(s *cli.Settings) *cobra.Command {
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "resume-at",
 		Short: "Make a partition continue at another offset",
-		Long: `Order the holder of a partition, or its next holder, to continue at another offset: at the start of the topic
+		Long: `Request that the holder of a partition, or its next holder, continues at another offset: at the start of the topic
 (earliest), at its end (latest), or at a given offset. For halted partitions; "outbox-relay positions" says why one
-halted. The order is carried out once, within seconds.
+halted. The holder does it once, within seconds.
 
 A later offset SKIPS messages: they have no effect. An earlier offset REPEATS messages: those with a claim are
 dropped, those whose claim was forgotten are parked, and a consumer that deduplicates by position handles all of them
 again. The command prints the offsets affected. With --brokers it refuses an offset that the partition does not have.`,
 		Example: `  outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at latest --dry-run
   outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at 4711 --why "INC-12"`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.run(cmd.Context(), cmd.OutOrStdout()) },
 	}, cli.FlagDatabaseURL))
 	s.Check(cmd, r.Validate)
@@ -62,7 +61,7 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 		r.given = true
 		return err
 	})
-	cli.AddBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
+	cli.AddBool(flags, &r.cancel, "cancel", "cancel a request that is not done yet")
 	cli.AddBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
 	cli.CommandLineOnly(flags, "partition", "at", "cancel", "dry-run")
 	return cmd
@@ -74,10 +73,10 @@ func (r *resumeAt) Validate() error {
 	if r.partition < 0 {
 		problems = append(problems, errors.New("--partition is missing"))
 	}
-	if r.given == r.takeBack {
+	if r.given == r.cancel {
 		problems = append(problems, errors.New("give --at (earliest, latest or an offset), or else --cancel"))
 	}
-	if r.takeBack && r.dryRun {
+	if r.cancel && r.dryRun {
 		problems = append(problems, errors.New("--dry-run is for --at"))
 	}
 	if r.Why == "" && !r.dryRun {
@@ -93,29 +92,29 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	return r.s.OnSchema(ctx, func(ctx context.Context, pool *pgxpool.Pool) error {
-		if r.takeBack {
-			taken, err := consumers.TakeBack(ctx, pool, r.s.Schema, r.By, p)
+		if r.cancel {
+			canceled, err := consumers.Cancel(ctx, pool, r.s.Schema, r.By, p)
 			if err != nil {
 				return err
 			}
-			text := "the order is canceled"
-			if !taken {
-				text = "no order is pending"
+			text := "the request is canceled"
+			if !canceled {
+				text = "there is no request to cancel"
 			}
-			return say(out, r.asJSON, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "taken_back": taken}, "%s: %s\n", p.String(), text)
+			return say(out, r.s.JSON, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "canceled": canceled}, "%s: %s\n", p.String(), text)
 		}
 		done, err := consumers.ResumeAt(ctx, pool, r.s.Schema, r.By, p, r.at, extent, r.dryRun)
 		if err != nil {
 			return err
 		}
-		return answer(out, r.asJSON, done, resumptionText(done), true)
+		return answer(out, r.s.JSON, done, resumptionText(done), true)
 	})
 }
 
 // extent asks the brokers, if they are given. It is also nil for a partition that does not exist:
-// the order may be for a topic that is created again.
+// the request may be for a topic that is created again.
 func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumers.Extent, error) {
-	if len(r.s.Brokers) == 0 || r.takeBack {
+	if len(r.s.Brokers) == 0 || r.cancel {
 		return nil, nil //nolint:nilnil // not known is no error
 	}
 	client, err := r.s.KafkaClient(cli.ReadMax)
@@ -144,12 +143,12 @@ func resumptionText(r *consumers.Resumption) string {
 	if r.Holder != "" {
 		holder = terminal.Plain(r.Holder) + ", or the next holder,"
 	}
-	text := terminal.Fill("%s %s at %s: %s carries it out\n", r.String(), verb, consumers.AtText(r.ResumeAt), holder)
+	text := terminal.Fill("%s %s at %s: %s does it\n", r.String(), verb, consumers.AtText(r.ResumeAt), holder)
 	if r.Before != nil {
-		text += terminal.Fill("an earlier order is replaced: %s\n", consumers.AtText(*r.Before))
+		text += terminal.Fill("this replaces an earlier request: %s\n", consumers.AtText(*r.Before))
 	}
 	if r.Trouble != "" {
-		text += terminal.Fill("the partition does not move: %s\n", terminal.Clip(r.Trouble, errorWidth))
+		text += terminal.Fill("the partition is halted: %s\n", terminal.Line(r.Trouble))
 	}
 	return text + "Warning: " + r.Effect + "\n"
 }

@@ -30,9 +30,6 @@ const flagDemoProcess = "demo-process"
 // brokers: more members are killed, and more zombies wake up, in the same time.
 const sessionEmbedded = 3 * time.Second
 
-// stopMax is how long the embedded servers may take to stop.
-const stopMax = 20 * time.Second
-
 func newDemo(s *cli.Settings) *cobra.Command {
 	d := &demonstration{Settings: s}
 	var child bool
@@ -51,7 +48,6 @@ Without addresses it starts PostgreSQL (downloaded at the first run) and an in-p
 
 Exit status 1 unless every order took effect exactly once and in order. With --without-dedup consumers do not claim
 messages: effects happen twice, and the status is 1.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
 				// When the parent is gone there is nothing to report or to clean up.
@@ -59,7 +55,7 @@ messages: effects happen twice, and the status is 1.`,
 				return demo.RunProcess(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), orphaned)
 			}
 			d.out, d.progress = cmd.OutOrStdout(), cmd.OutOrStdout()
-			if d.json {
+			if d.JSON {
 				d.progress = cmd.ErrOrStderr()
 			}
 			return d.run(cmd.Context())
@@ -70,7 +66,7 @@ messages: effects happen twice, and the status is 1.`,
 	cli.AddDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
 	cli.AddOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
 	cli.AddBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
-	cli.AddJSON(cmd, &d.json)
+	d.AddJSON(cmd)
 	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
 	cli.AddBool(flags, &child, flagDemoProcess, "be a process of the demo")
 	_ = flags.MarkHidden(flagDemoProcess) // fails only for a flag that is not there
@@ -82,7 +78,6 @@ messages: effects happen twice, and the status is 1.`,
 type demonstration struct {
 	*cli.Settings
 	options  demo.Options
-	json     bool
 	out      io.Writer
 	progress io.Writer
 }
@@ -107,31 +102,18 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	}
 	begin := time.Now()
 	screen := terminal.NewScreen(d.progress)
-	screen.Line("starting the servers (the first run downloads PostgreSQL)")
-	address, err := d.DatabaseAddress()
+	on, err := startServers(ctx, d.Settings, nil, screen.Line)
 	if err != nil {
 		return err
 	}
-	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: !d.HasDatabase(),
-	})
-	if err != nil {
-		return err
-	}
-	defer stop(ctx, postgres.Stop, &err)
-	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: d.Brokers, Embedded: len(d.Brokers) == 0})
-	if err != nil {
-		return err
-	}
-	defer stop(ctx, kafka.Stop, &err)
-	if kafka.Kind == servers.KindEmbedded {
+	defer on.stop(ctx, &err)
+	d.options.Session = demo.SessionDefault
+	if on.kafka.Kind == servers.KindEmbedded {
 		d.options.Session, d.options.Fake = sessionEmbedded, true
 	}
 	d.options.Command = d.ChildCommand(program, "demo", "--"+flagDemoProcess)
-	d.options.DatabaseURL, d.options.Brokers = postgres.URL, kafka.Brokers
+	d.options.DatabaseURL, d.options.Brokers = on.postgres.URL, on.kafka.Brokers
 	d.options.Progress = (&demoScreen{Screen: screen}).progress
-	screen.Line(postgres.Description)
-	screen.Line(kafka.Description)
 	screen.Line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
 		d.options.Orders, cli.ShortDuration(d.options.Duration), d.options.Seed))
 	report, err := demo.Run(ctx, d.options)
@@ -142,16 +124,11 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	for _, note := range report.Notes {
 		screen.Line("note: " + note)
 	}
-	result := newDemoResult(report, postgres.Description, kafka.Description, time.Since(begin))
-	result.WithoutDedup = d.options.WithoutDedup
-	return answer(d.out, d.json, result, result.text(), result.Held)
-}
-
-// stop stops a server, also after an interrupt.
-func stop(ctx context.Context, server func(context.Context) error, err *error) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopMax)
-	defer cancel()
-	*err = errors.Join(*err, server(ctx))
+	result := demoResult{
+		Report: report, Held: report.Held(), WithoutDedup: d.options.WithoutDedup, Seconds: math.Round(time.Since(begin).Seconds()*10) / 10,
+		Postgres: on.postgres.Description, Kafka: on.kafka.Description,
+	}
+	return answer(d.out, d.JSON, result, result.text(), result.Held)
 }
 
 // demoScreen shows the progress of the demo.
@@ -162,57 +139,25 @@ type demoScreen struct {
 }
 
 func (s *demoScreen) progress(p demo.Progress) {
-	if s.Overwrites() {
-		s.Overwrite(fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
-			p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes))
-		return
+	text := fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
+		p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes)
+	switch {
+	case s.Overwrites():
+		s.Overwrite(text)
+	case p.Phase != s.phase || time.Since(s.last) >= terminal.LineEvery:
+		s.last, s.phase = time.Now(), p.Phase
+		s.Line(text + "  " + p.Phase)
 	}
-	if p.Phase == s.phase && time.Since(s.last) < terminal.LineEvery {
-		return
-	}
-	s.last, s.phase = time.Now(), p.Phase
-	text := fmt.Sprintf("%5.1fs  orders %d/%d  delivered %d  effects %d  duplicates %d  killed %d  frozen %d",
-		p.Elapsed.Seconds(), p.Orders, p.Total, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes)
-	if len(p.Frozen) > 0 {
-		text += " (now " + strings.Join(p.Frozen, ", ") + ")"
-	}
-	s.Line(text + "  " + p.Phase)
 }
 
 // demoResult is the last line of "demo --json".
 type demoResult struct {
-	Orders              int      `json:"orders"`
-	Delivered           int      `json:"delivered"`
-	DuplicatesDelivered int      `json:"duplicates_delivered"`
-	Effects             int      `json:"effects"`
-	Lost                int      `json:"lost"`
-	Doubled             int      `json:"doubled"`
-	OutOfOrder          int      `json:"out_of_order"`
-	Undelivered         int      `json:"undelivered"`
-	Phantoms            int      `json:"phantoms"`
-	WrongBalances       int      `json:"wrong_balances"`
-	DuplicatesInjected  int      `json:"duplicates_injected"`
-	Kills               int      `json:"kills"`
-	Freezes             int      `json:"freezes"`
-	Crashes             int      `json:"crashes"`
-	Held                bool     `json:"held"`
-	WithoutDedup        bool     `json:"without_dedup"`
-	Seed                uint64   `json:"seed"`
-	Seconds             float64  `json:"seconds"` // starting the servers included
-	Postgres            string   `json:"postgres"`
-	Kafka               string   `json:"kafka"`
-	Examples            []string `json:"examples,omitempty"`
-}
-
-func newDemoResult(r demo.Report, postgres, kafka string, took time.Duration) demoResult {
-	return demoResult{
-		Orders: r.Orders, Delivered: r.Delivered, DuplicatesDelivered: r.DuplicatesDelivered, Effects: r.Effects,
-		Lost: r.Lost, Doubled: r.Doubled, OutOfOrder: r.OutOfOrder,
-		Undelivered: r.Undelivered, Phantoms: r.Phantoms, WrongBalances: r.WrongBalances,
-		DuplicatesInjected: r.Injected, Kills: r.Kills, Freezes: r.Freezes, Crashes: r.Crashes,
-		Held: r.Held(), Seed: r.Seed, Seconds: math.Round(took.Seconds()*10) / 10,
-		Postgres: postgres, Kafka: kafka, Examples: r.Examples,
-	}
+	demo.Report
+	Held         bool    `json:"held"`
+	WithoutDedup bool    `json:"without_dedup"`
+	Seconds      float64 `json:"seconds"` // starting the servers included
+	Postgres     string  `json:"postgres"`
+	Kafka        string  `json:"kafka"`
 }
 
 func (r demoResult) text() string {

@@ -31,7 +31,6 @@ type doctorOptions struct {
 const defaultProgressTopic = "effectonce-relay-progress"
 
 func newDoctor(s *cli.Settings) *cobra.Command {
-	var asJSON bool
 	options := doctorOptions{progressTopic: defaultProgressTopic}
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "doctor",
@@ -50,18 +49,17 @@ Exit status 1 if a check fails; warnings do not count.
   Kafka      brokers, and the topics that rows and consumers name`,
 		Example: `  outbox-relay doctor
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := examine(cmd.Context(), s, options)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
-			return answer(cmd.OutOrStdout(), asJSON, report, findingsText(findings), report.Well)
+			return answer(cmd.OutOrStdout(), s.JSON, report, findingsText(findings), report.Well)
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
 	addLagAgeMax(cmd.Flags(), &options.lagAgeMax)
 	cli.AddText(cmd.Flags(), "progress-topic", 249, "topic of the progress of \"run --exactly-once\"; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
 	addTopicPrefix(cmd.Flags(), &options.topicPrefix)
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -24,7 +25,6 @@ func newExplain(s *cli.Settings) *cobra.Command {
 	var q inspect.Question
 	var timeout time.Duration
 	var topic *string
-	var asJSON bool
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "explain ID",
 		Short: "Show where a message or a request is: idempotency key, outbox, topic, claims, parked, children",
@@ -50,7 +50,7 @@ with the error.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return explain(ctx, s, q, asJSON, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
+			return explain(ctx, s, q, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
 		},
 	}, cli.FlagDatabaseURL))
 	flags := cmd.Flags()
@@ -59,11 +59,11 @@ with the error.`,
 	cli.AddInt(flags, &q.ScanMax, "scan-max", 100_000, 1, 1_000_000_000, "read at most this many records of topics")
 	cli.AddDuration(flags, &timeout, "timeout", time.Minute, time.Second, time.Hour, "time limit of the command")
 	cli.CommandLineOnly(flags, "topic", "since")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
-func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bool, out io.Writer, logger *slog.Logger) error {
+func explain(ctx context.Context, s *cli.Settings, q inspect.Question, out io.Writer, logger *slog.Logger) error {
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		kafka, err := openKafka(s, logger)
 		if err != nil {
@@ -76,7 +76,7 @@ func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bo
 		if err != nil {
 			return err
 		}
-		return answer(out, asJSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
+		return answer(out, s.JSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
 	})
 }
 
@@ -195,8 +195,8 @@ func events(x *inspect.Explanation) (all []event) {
 	for _, r := range x.Outbox {
 		add(r.CreatedAt, "outbox", "%s", rowText(r))
 	}
-	for _, d := range x.Dead {
-		add(d.DiedAt, "dead", "relay %s, seq %d: %s (%s): %s; attempts %d", terminal.Plain(d.Relay), d.Seq, d.Reason, d.State, terminal.Clip(d.Error, 200), d.Attempts)
+	for i := range x.Dead {
+		add(x.Dead[i].HeldAt, "dead", "%s", heldText(&x.Dead[i]))
 	}
 	for _, r := range x.Scheduled {
 		state := ""
@@ -223,16 +223,31 @@ func events(x *inspect.Explanation) (all []event) {
 		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), terminal.Plain(c.Group), c.ID, forever)
 	}
 	for i := range x.Parked {
-		m := &x.Parked[i]
-		add(m.HeldAt, "parked", "by %s at %s after %s: %s: %s; %s", consumerText(m.Consumer), m.At(), human.Count(m.Attempts, "attempt"), m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
+		add(x.Parked[i].HeldAt, "parked", "%s", heldText(&x.Parked[i]))
 	}
 	for _, c := range x.Children {
 		add(c.CreatedAt, "child", "id %s, %s", c.ID, rowText(c))
 	}
 	for _, a := range x.Actions {
-		add(a.When, "operator", "%s: %s: %s", terminal.Clip(a.By(), keyWidth), a.What, terminal.Clip(a.Why, 200))
+		add(a.When, "operator", "%s: %s: %s", terminal.Clip(a.By(), keyWidth), whatText(&a), terminal.Clip(a.Why, 200))
 	}
 	return all
+}
+
+// heldText is a row that waits, in a timeline.
+func heldText(r *held.Row) string {
+	text := "by " + consumerText(r.Consumer) + " at " + r.At()
+	if r.Partition == nil {
+		text = "by relay " + terminal.Plain(r.Relay) + ", " + r.At()
+	}
+	text += ", after " + human.Count(r.Attempts, "attempt") + ": "
+	if r.Head == nil {
+		text += r.Reason + ": "
+		if failure := terminal.Clip(r.Error, 200); failure != "" {
+			text += failure + ": "
+		}
+	}
+	return text + stateDetail(r)
 }
 
 func rowText(r inspect.Row) string {

@@ -30,9 +30,17 @@ func CommandLine() string {
 	others := map[string]bool{}
 	text.WriteString("# outbox-relay: the command line\n\n" +
 		"`outbox-relay help COMMAND` has what a command does, loses or repeats, with examples, and all flags with\n" +
-		"defaults and bounds. Written from the code: `go test ./cmd/outbox-relay/internal/command -run TestCommandLineIsDocumented -update`.\n\n" +
+		"defaults and bounds. A test writes this file from the code.\n\n" +
 		strings.TrimSpace(root.Long) + "\n\n## Flags of every command\n\n")
-	shownFlags(root, func(_, line string) { text.WriteString(line) })
+	var connection []string
+	shownFlags(root, func(name, line string) {
+		if cli.ConnectionFlags().Lookup(name) != nil {
+			connection = append(connection, "`--"+name+"`")
+			return
+		}
+		text.WriteString(line)
+	})
+	text.WriteString("\n`outbox-relay help connection` has those of TLS, passwords and tokens: " + strings.Join(connection, " ") + "\n")
 	text.WriteString("\n## Commands\n\n| Command | |\n|---|---|\n")
 	var add func(c *cobra.Command)
 	add = func(c *cobra.Command) {
@@ -55,7 +63,7 @@ func CommandLine() string {
 	}
 	add(root)
 	return text.String() + "\n## Flags of run\n\n" + run.String() + "\n## Flags of other commands\n\n" +
-		"`outbox-relay help COMMAND` has those of each.\n\n" + strings.Join(slices.Sorted(maps.Keys(others)), " ") + "\n"
+		strings.Join(slices.Sorted(maps.Keys(others)), " ") + "\n"
 }
 
 // Helps returns the long text and the examples of each command by its name.

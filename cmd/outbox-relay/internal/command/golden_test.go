@@ -173,19 +173,19 @@ func TestGoldenOfMistakes(t *testing.T) {
 	)
 }
 
-// Property: orders of an operator, what they leave, and what they say when there is nothing to do.
-func TestGoldenOfOrders(t *testing.T) {
+// Property: decisions of an operator, what they leave, and what they say when there is nothing to do.
+func TestGoldenOfDecisions(t *testing.T) {
 	t.Parallel()
 	address, body := pgtest.Database(t), file(t, `{"paid":true}`)
 	conn := connect(t, address)
 	requests(t, conn)
-	for _, sql := range []string{burySQL, parkSQL, ordersSQL} {
+	for _, sql := range []string{burySQL, parkSQL, decisionsSQL} {
 		_, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
 		require.NoError(t, err)
 	}
 	const pause, resume = "consumer pause --group billing --topic orders --why INC-12 --by ana", "consumer resume --group billing --topic orders"
 	const at, rule = "consumer resume-at --group billing --topic orders --partition 1 --by ana", "consumer id-rule billing/orders"
-	golden(t, "orders", address, strings.NewReplacer(address, "<database>", body, "<body>"),
+	golden(t, "decisions", address, strings.NewReplacer(address, "<database>", body, "<body>"),
 		pause, pause, pause+" --json", "positions", resume, resume, resume+" --json", "consumer pause --group biling --topic orders --why w",
 		at+" --at latest --dry-run", at+" --at earliest --why INC-12 --json", at+" --at 50 --why INC-12", "positions", at+" --cancel --why wrong", at+" --cancel --why wrong",
 		rule+" --set standard --why test", rule+" --set headers:order-id,event-id --why test --by ana --force", rule+" --set standard --why test --json --force", rule+" --set standard --why test",
@@ -216,9 +216,9 @@ func TestGoldenOfOrders(t *testing.T) {
 	)
 }
 
-// ordersSQL has, beside what is dead and parked, positions, two relays, one of which is gone, and
+// decisionsSQL has, beside what is dead and parked, positions, two relays, one of which is gone, and
 // keys of each kind that a person is asked about.
-const ordersSQL = `
+const decisionsSQL = `
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, owner, released, trouble) VALUES
   ('billing', 'orders', 0, 7, 'host-1', true, NULL), ('billing', 'orders', 1, 40, 'host-1', false, E'offset out of range\nsecond line');
 INSERT INTO effectonce.outbox_relays (relay, created_at) VALUES ('default', clock_timestamp()), ('old', clock_timestamp() - interval '26 hours');

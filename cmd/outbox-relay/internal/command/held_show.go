@@ -23,14 +23,13 @@ const listMax = 50
 
 // newList makes cmd list rows.
 func newList(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
-	var asJSON bool
 	c := newSelection(s, kind)
 	c.add(cmd.Flags(), listMax)
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	cmd.Args = cli.OptionalID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return c.with(cmd.Context(), cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
-			return c.list(ctx, conn, asJSON, cmd.OutOrStdout())
+			return c.list(ctx, conn, s.JSON, cmd.OutOrStdout())
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
@@ -64,14 +63,14 @@ func (c *selection) table(rows []held.Row) string {
 	var text strings.Builder
 	place := "seq\tid\ttopic"
 	if c.kind == held.Parked {
-		place = "id\ttopic/partition/offset"
+		place = "consumer\tid\ttopic/partition/offset"
 	}
 	text.WriteString(place + "\tkey\treason\tattempts\tage\tbehind it\terror\n")
 	for _, r := range rows {
 		if c.kind == held.Dead {
 			terminal.Add(&text, "%d\t%s\t%s", r.Seq, r.ID, r.Topic)
 		} else {
-			terminal.Add(&text, "%s\t%s", r.ID, r.At())
+			terminal.Add(&text, "%s\t%s\t%s", consumerText(r.Consumer), r.ID, r.At())
 		}
 		terminal.Add(&text, "\t%s\t%s\t%d\t%s\t%d\t%s\n", keyText(r.Key), stateText(&r), r.Attempts, human.Seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
 	}
@@ -99,9 +98,14 @@ func consumerText(name string) string {
 	return strconv.Quote(name)
 }
 
-// totalsText is one line per relay or consumer. The totals are sorted by it.
+// totalsText is one line per relay or consumer. The totals are sorted by it. They count what the
+// filter selects, also beyond --limit.
 func (c *selection) totalsText(totals []held.Total) string {
 	var text strings.Builder
+	counted := "in all"
+	if c.filter.Narrows() {
+		counted = "with this filter"
+	}
 	for len(totals) > 0 {
 		var reasons []string
 		var count, keys, retrying int64
@@ -115,7 +119,7 @@ func (c *selection) totalsText(totals []held.Total) string {
 		if c.kind == held.Dead {
 			name = "relay " + terminal.Plain(of)
 		}
-		terminal.Add(&text, "%s: %d %s (%s), %s held, %d being retried\n", name, count, string(c.kind), strings.Join(reasons, ", "), human.Count(keys, "key"), retrying)
+		terminal.Add(&text, "%s: %d %s %s (%s), %s held, %d being retried\n", name, count, string(c.kind), counted, strings.Join(reasons, ", "), human.Count(keys, "key"), retrying)
 	}
 	return text.String()
 }
@@ -125,18 +129,17 @@ const payloadShown = 4 << 10
 
 // newShow makes cmd show all about one row.
 func newShow(s *cli.Settings, kind held.Kind, cmd *cobra.Command) *cobra.Command {
-	var asJSON bool
 	var p payloadFlags
 	c := newSelection(s, kind)
 	if kind == held.Parked {
 		cli.AddText(cmd.Flags(), "consumer", 600, "only what this consumer parked", cli.Into(&c.filter.Consumer))
 	}
 	p.add(cmd.Flags(), "headers and payload")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	cmd.Args = cli.OneID(c.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return c.with(cmd.Context(), cmd.Flags(), false, func(ctx context.Context, conn *pgx.Conn) error {
-			return c.show(ctx, conn, p.bytesMax(), asJSON, cmd.OutOrStdout())
+			return c.show(ctx, conn, p.bytesMax(), s.JSON, cmd.OutOrStdout())
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
@@ -207,13 +210,11 @@ func (c *selection) detail(d *held.Detail, p *payload) string {
 			terminal.Add(&text, "  and %d more\n", d.Behind-int64(len(d.Next)))
 		}
 	}
-	for i, a := range d.Actions {
-		if i == 0 {
-			text.WriteString("operators\n")
-		}
-		terminal.Add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.By(), a.What, terminal.Clip(a.Why, 200))
-	}
+	text.WriteString(actionsText(d.Actions))
 	terminal.Add(&text, "%-10s %s\n", "what to do", d.Do)
+	for _, command := range d.Commands {
+		terminal.Add(&text, "%-10s %s\n", "", command)
+	}
 	return text.String()
 }
 

@@ -45,7 +45,6 @@ func newKeysList(s *cli.Settings) *cobra.Command {
 	var filter keys.Filter
 	var state *string
 	var limit int
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List idempotency keys, the newest first",
@@ -57,13 +56,12 @@ nothing without the scope. A list of finished keys without --scope reads the who
 		Example: `  outbox-relay keys list
   outbox-relay keys list --state stuck --older-than 15m
   outbox-relay keys list --state finished --scope tenant-7 --json`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if state != nil {
 				filter.States = []string{*state}
 			}
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
-				_, err := listKeys(ctx, conn, s.Schema, filter, limit, asJSON, cmd.OutOrStdout())
+				_, err := listKeys(ctx, conn, s.Schema, filter, limit, s.JSON, cmd.OutOrStdout())
 				return err
 			})
 		},
@@ -74,7 +72,7 @@ nothing without the scope. A list of finished keys without --scope reads the who
 	cli.AddAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
 	cli.AddInt(flags, &limit, flagLimit, listMax, 1, 100_000, "list at most this many")
 	cli.CommandLineOnly(flags, "state", "older-than")
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	return cmd
 }
 

@@ -31,14 +31,13 @@ type changedKey struct {
 // keyAct holds the argument and the flags of a command that changes a key.
 type keyAct struct {
 	theKey
-	by     operator.By
-	asJSON bool
+	by operator.By
 }
 
 // newKeyAct makes cmd change one key.
 func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string) *cobra.Command {
 	a.on(cmd)
-	addBy(s, cmd, &a.by, &a.asJSON, "")
+	addBy(s, cmd, &a.by, "")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 			row, err := a.one(ctx, pool, s.Schema)
@@ -49,7 +48,7 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx cont
 			if err != nil {
 				return err
 			}
-			return say(cmd.OutOrStdout(), a.asJSON, changedKey{"key." + cmd.Name(), changed}, "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
+			return say(cmd.OutOrStdout(), s.JSON, changedKey{"key." + cmd.Name(), changed}, "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)

@@ -19,7 +19,6 @@ import (
 const reapMax = time.Hour
 
 func newKeysReap(s *cli.Settings) *cobra.Command {
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "reap",
 		Short: "Forget keys whose window is over",
@@ -30,7 +29,6 @@ it happened, and else becomes abandoned.
 Programs with Flow.Run or Operation.Run do this by themselves. Where none does, run it every hour. It is not recorded.`,
 		Example: `  outbox-relay keys reap
   outbox-relay keys reap --json`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), reapMax)
 			defer cancel()
@@ -41,13 +39,13 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 				if reaped.Doubted > 0 {
 					text += fmt.Sprintf("; %d need a decision now: \"outbox-relay keys list\"", reaped.Doubted)
 				}
-				if asJSON {
+				if s.JSON {
 					return errors.Join(err, terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": reaped.Forgotten, "undecided": reaped.Doubted}))
 				}
 				return errors.Join(err, terminal.Say(cmd.OutOrStdout(), "%s\n", text))
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }

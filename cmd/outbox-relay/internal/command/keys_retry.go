@@ -106,8 +106,8 @@ func (r *keyRetry) runAll(ctx context.Context, s *cli.Settings, cmd *cobra.Comma
 	}
 	out := cmd.OutOrStdout()
 	if !r.yes {
-		some, err := listKeys(ctx, pool, s.Schema, r.filter, r.limit, r.asJSON, out)
-		if err != nil || r.asJSON || !some {
+		some, err := listKeys(ctx, pool, s.Schema, r.filter, r.limit, s.JSON, out)
+		if err != nil || s.JSON || !some {
 			return err
 		}
 		doubt := "but none of which a call is in doubt"
@@ -124,7 +124,7 @@ func (r *keyRetry) runAll(ctx context.Context, s *cli.Settings, cmd *cobra.Comma
 	})
 	screen.End()
 	// Print it also after an error: earlier transactions are committed.
-	if said := answer(out, r.asJSON, report, retriedText(report), len(report.Left) == 0); err == nil {
+	if said := answer(out, s.JSON, report, retriedText(report), len(report.Left) == 0); err == nil {
 		err = said
 	}
 	return err

@@ -56,7 +56,6 @@ func (k *theKey) one(ctx context.Context, conn operator.Querier, schema string) 
 
 func newKeysShow(s *cli.Settings) *cobra.Command {
 	var k theKey
-	var asJSON bool
 	var p payloadFlags
 	var children []string
 	cmd := cli.Needs(&cobra.Command{
@@ -85,7 +84,7 @@ shown; of a finished key only the answer is.`,
 					return err
 				}
 				shown := newShownKey(d, p.payload, children)
-				return answer(cmd.OutOrStdout(), asJSON, shown, shown.text(), true)
+				return answer(cmd.OutOrStdout(), s.JSON, shown, shown.text(), true)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -93,7 +92,7 @@ shown; of a finished key only the answer is.`,
 	cmd.Flags().Var((*stepsFlag)(&children), "child", "also show the child ID of this phase or step; repeatable")
 	p.add(cmd.Flags(), "request, data of phases and answer")
 	cli.CommandLineOnly(cmd.Flags(), "child")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
@@ -187,12 +186,7 @@ func (k shownKey) text() string {
 		terminal.Block(&text, "error", *k.Error)
 	}
 	k.outcome(&text)
-	for i, a := range k.Actions {
-		if i == 0 {
-			text.WriteString("operators\n")
-		}
-		terminal.Add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.Who, a.What, terminal.Clip(a.Why, 200))
-	}
+	text.WriteString(actionsText(k.Actions))
 	name := "what to do"
 	for line := range strings.SplitSeq(k.Do, "\n") {
 		fact(name, "%s", line)

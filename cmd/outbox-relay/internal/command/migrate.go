@@ -48,7 +48,6 @@ func (m migrated) print(out io.Writer, asJSON bool) error {
 }
 
 func newMigrateUp(s *cli.Settings) *cobra.Command {
-	var asJSON bool
 	var lockWait time.Duration
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "up",
@@ -59,19 +58,18 @@ find nothing to do. Connect to the primary, and not through a transaction pooler
 Relays and consumers of the previous release may run during and after it; then replace them. A migration waits at most
 1.5 s at a time for table locks, so that claims do not queue behind it for longer. If others hold the locks, it logs
 who, pauses and retries, until --lock-wait.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				if err := migrations.Up(ctx, conn, patient(cmd, s, lockWait)); err != nil {
 					return err
 				}
 				// Up does not change a newer schema.
-				return migrated{state.Schema, state.Current, max(state.Current, state.Latest)}.print(cmd.OutOrStdout(), asJSON)
+				return migrated{state.Schema, state.Current, max(state.Current, state.Latest)}.print(cmd.OutOrStdout(), s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	addLockWait(cmd.Flags(), &lockWait)
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
@@ -99,7 +97,7 @@ func migrate(ctx context.Context, s *cli.Settings, work func(context.Context, *p
 }
 
 func newMigrateDown(s *cli.Settings) *cobra.Command {
-	var asJSON, yes bool
+	var yes bool
 	var lockWait time.Duration
 	to := -1
 	cmd := cli.Needs(&cobra.Command{
@@ -107,7 +105,6 @@ func newMigrateDown(s *cli.Settings) *cobra.Command {
 		Short: "Go back to an older version; data that it does not know is lost",
 		Long: `Go back to an older version; 0 removes all tables. Their data is lost: unpublished outbox rows, claims (redelivered
 messages take effect again) and positions. Without --yes it only prints the loss. It waits for locks as "up" does.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				switch {
@@ -124,14 +121,14 @@ messages take effect again) and positions. Without --yes it only prints the loss
 						return err
 					}
 				}
-				return migrated{state.Schema, state.Current, to}.print(cmd.OutOrStdout(), asJSON)
+				return migrated{state.Schema, state.Current, to}.print(cmd.OutOrStdout(), s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	addVersionFlag(cmd.Flags(), &to, "to", 0, "version to go back to; 0 removes everything")
 	addLockWait(cmd.Flags(), &lockWait)
 	cli.AddBool(cmd.Flags(), &yes, cli.FlagYes, "yes, lose what the removed tables hold")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
@@ -213,20 +210,18 @@ type schemaState struct {
 }
 
 func newMigrateStatus(s *cli.Settings) *cobra.Command {
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "status",
 		Short: "Compare the tables' version with this program's",
 		Long: `Compare the tables' version with this program's. Exit status 1 if this program does not work with the tables. A newer
 version is compatible if its release says so.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
-				return printSchemaState(cmd.OutOrStdout(), state, asJSON)
+				return printSchemaState(cmd.OutOrStdout(), state, s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 

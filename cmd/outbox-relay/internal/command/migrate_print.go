@@ -25,7 +25,6 @@ func newMigratePrint(s *cli.Settings) *cobra.Command {
 Each migration is one transaction. It records its version, requires the version before it, waits for the
 lock of "migrate up", and refuses a schema that another role created. A statement that waits more than
 1.5 s for a table lock fails, so that claims do not queue behind it, and nothing changes: run psql again.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			all, err := migrations.All(migrations.Options{Schema: s.Schema})
 			if err != nil {

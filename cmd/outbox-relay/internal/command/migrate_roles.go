@@ -19,7 +19,7 @@ import (
 
 func newMigrateRoles(s *cli.Settings) *cobra.Command {
 	var prefix string
-	var apply, asJSON bool
+	var apply bool
 	cmd := &cobra.Command{
 		Use:   "roles",
 		Short: "Print, or apply, the SQL of least-privilege roles",
@@ -42,7 +42,6 @@ transaction. Roles belong to the whole database cluster: use one prefix per data
 Existing roles keep their members and their LOGIN attribute. A role is refused that is SUPERUSER, CREATEROLE,
 BYPASSRLS or REPLICATION, that owns the schema, or that is a member of such a role: its members would gain those
 rights.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			sql, err := migrations.Roles(migrations.Options{Schema: s.Schema}, prefix)
 			if err != nil {
@@ -52,7 +51,7 @@ rights.`,
 			if !apply {
 				return terminal.Write(cmd.OutOrStdout(), sql)
 			}
-			return applyRoles(cmd.Context(), s, sql, cmp.Or(prefix, s.Schema), cmd.OutOrStdout(), asJSON)
+			return applyRoles(cmd.Context(), s, sql, cmp.Or(prefix, s.Schema), cmd.OutOrStdout())
 		},
 	}
 	flags := cmd.Flags()
@@ -64,13 +63,13 @@ rights.`,
 		return nil
 	})
 	cli.AddBool(flags, &apply, "apply", "execute the SQL in the database")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	cli.CommandLineOnly(flags, "apply")
 	s.Check(cmd, func() error {
 		switch {
 		case apply && !s.HasDatabase():
 			return fmt.Errorf("--%s is missing: --apply needs it", cli.FlagDatabaseURL)
-		case asJSON && !apply:
+		case s.JSON && !apply:
 			return errors.New("--json: without --apply the output is SQL; give --apply too")
 		}
 		return nil
@@ -80,7 +79,7 @@ rights.`,
 
 // applyRoles sends the SQL that would be printed, so that both do the same. If a statement fails,
 // closing the connection ends the transaction.
-func applyRoles(ctx context.Context, s *cli.Settings, sql, prefix string, out io.Writer, asJSON bool) error {
+func applyRoles(ctx context.Context, s *cli.Settings, sql, prefix string, out io.Writer) error {
 	conn, err := s.ConnectWriting(ctx)
 	if err != nil {
 		return err
@@ -95,7 +94,7 @@ func applyRoles(ctx context.Context, s *cli.Settings, sql, prefix string, out io
 	if err := execAll(ctx, conn, sql); err != nil {
 		return err
 	}
-	return say(out, asJSON, map[string]string{"schema": s.Schema, "prefix": prefix}, "schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
+	return say(out, s.JSON, map[string]string{"schema": s.Schema, "prefix": prefix}, "schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
 }
 
 func execAll(ctx context.Context, conn *pgx.Conn, sql string) error {

@@ -19,18 +19,16 @@ import (
 
 func newPositions(s *cli.Settings) *cobra.Command {
 	var filter inspect.PositionFilter
-	var asJSON bool
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "positions",
 		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
 		Long: `Show, per shard of a relay: holder, tick and its age, floor, and rows that wait. Show, per
-partition of a group: stored position, holder, operators' orders, and why it halted. With --brokers also the ends of
+partition of a group: stored position, holder, what operators requested, and why it halted. With --brokers also the ends of
 topics, and topics of consumers that do not exist.
 
 Exit status 1 if the group of --group has no positions, or if Kafka failed: then the rest is shown with the error.`,
 		Example: `  outbox-relay positions
   outbox-relay positions --group billing --topic orders --json`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
 				filter.Relay = &s.Relay
@@ -47,20 +45,20 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 				if err != nil {
 					return err
 				}
-				if none := len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0; none && (filter.Group != nil || !asJSON) {
+				if none := len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0; none && (filter.Group != nil || !s.JSON) {
 					if filter.Group != nil {
 						return fmt.Errorf("group %q has no positions: it has not run, or its name is misspelt; \"outbox-relay positions\" shows all", *filter.Group)
 					}
 					return terminal.Say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
 				}
-				return answer(cmd.OutOrStdout(), asJSON, positions, positionsText(positions), positions.KafkaError == "")
+				return answer(cmd.OutOrStdout(), s.JSON, positions, positionsText(positions), positions.KafkaError == "")
 			})
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddText(cmd.Flags(), "group", 255, "only this consumer group", cli.Into(&filter.Group))
 	cli.AddText(cmd.Flags(), "topic", 249, "only this topic's positions", cli.Into(&filter.Topic))
 	cli.CommandLineOnly(cmd.Flags(), "group", "topic")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
@@ -82,19 +80,22 @@ func positionsText(p *inspect.Positions) string {
 	shards := terminal.Table(text.String())
 	text.Reset()
 	if len(p.Consumers) > 0 {
-		text.WriteString("group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\tordered\ttrouble\n")
+		text.WriteString("group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\thalted\trequested\n")
 	}
 	for _, c := range p.Consumers {
-		trouble := "-"
+		halted := "-"
 		if c.Trouble != "" {
-			trouble = terminal.Clip(c.Trouble, errorWidth)
+			halted = "yes"
 		}
 		terminal.Add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
-			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), human.Seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
+			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), human.Seconds(c.AgeSeconds), holderText(&c), c.Epoch, halted, requestedText(&c))
 	}
 	partitions := terminal.Table(text.String())
 	text.Reset()
 	for i, c := range p.Consumers {
+		if c.Trouble != "" {
+			terminal.Add(&text, "%s/%d of group %s is halted: %s\n", terminal.Plain(c.Topic), c.Partition, terminal.Plain(c.Group), terminal.Line(c.Trouble))
+		}
 		if c.Members != nil && *c.Members == 0 && (i == 0 || p.Consumers[i-1].Group != c.Group) {
 			terminal.Add(&text, "group %s has no members: no consumer of it runs\n", terminal.Plain(c.Group))
 		}
@@ -126,16 +127,16 @@ func holderText(c *inspect.Position) string {
 	return terminal.Plain(c.Owner)
 }
 
-// orderedText lists the operators' orders that still apply.
-func orderedText(c *inspect.Position) string {
-	var orders []string
+// requestedText lists what operators requested and still applies.
+func requestedText(c *inspect.Position) string {
+	var requested []string
 	if c.Paused {
-		orders = append(orders, "pause")
+		requested = append(requested, "pause")
 	}
 	if c.ResumeAt != nil {
-		orders = append(orders, "resume at "+consumers.AtText(*c.ResumeAt))
+		requested = append(requested, "resume at "+consumers.AtText(*c.ResumeAt))
 	}
-	return cmp.Or(strings.Join(orders, ", "), "-")
+	return cmp.Or(strings.Join(requested, ", "), "-")
 }
 
 func numberText(n *int64) string {

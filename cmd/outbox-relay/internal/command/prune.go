@@ -21,7 +21,7 @@ import (
 const pruneMax = 10 * time.Minute
 
 func newPrune(s *cli.Settings) *cobra.Command {
-	var dryRun, asJSON bool
+	var dryRun bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "prune",
 		Short: "Forget claims that no dedup window needs any more",
@@ -33,15 +33,14 @@ Running consumers do this about every minute, if their role may change the table
 the owner of the tables.
 
 Exit status 1 if another process does it, or if a lock was not available: try again.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchemaFor(cmd.Context(), pruneMax, func(ctx context.Context, pool *pgxpool.Pool) error {
-				return prune(ctx, pool, s.Schema, dryRun, asJSON, cmd.OutOrStdout())
+				return prune(ctx, pool, s.Schema, dryRun, s.JSON, cmd.OutOrStdout())
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what would be forgotten and dropped")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 

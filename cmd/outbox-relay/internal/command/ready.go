@@ -30,7 +30,6 @@ so that one OUTBOX_LISTEN serves both. Exit status 1 if the relay is not ready, 
 replica, not the pipeline: see "outbox-relay status".`,
 		Example: `  outbox-relay ready
   outbox-relay ready --listen :9464`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if at.addr == "" {
 				return usageError{errors.New("--listen off: the relay does not listen; want its address")}

@@ -26,20 +26,18 @@ func newRelays(s *cli.Settings) *cobra.Command {
 }
 
 func newRelaysList(s *cli.Settings) *cobra.Command {
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List relays, and since when none of their replicas runs",
-		Long: `List the relays that the outbox knows: shards, shards with a live lease, live replicas, and since when none is
-live. A row leaves the outbox once every relay of this list has published it.`,
-		Args: cli.NoArgs,
+		Long: `List the relays that the outbox knows: shards, how many of them a replica holds, live replicas, and since when none
+is live. A row leaves the outbox once every relay of this list has published it.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
 				all, err := relays.List(ctx, conn, s.Schema)
 				if err != nil {
 					return err
 				}
-				return list(cmd.OutOrStdout(), asJSON, all, "no relays: none has run yet", "relay\tshards\tleased\treplicas\tpublished\tdead\tquiet for", func(r relays.Relay) string {
+				return list(cmd.OutOrStdout(), s.JSON, all, "no relays: none has run yet", "relay\tshards\theld\treplicas\tpublished\tdead\tquiet for", func(r relays.Relay) string {
 					quiet := "-"
 					if !r.Live() {
 						quiet = human.Seconds(r.QuietSeconds)
@@ -49,13 +47,12 @@ live. A row leaves the outbox once every relay of this list has published it.`,
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	return cmd
 }
 
 func newRelaysDelete(s *cli.Settings) *cobra.Command {
 	var by operator.By
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "delete NAME",
 		Short: "Delete a retired relay, so that the outbox keeps no rows for it",
@@ -81,10 +78,10 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 				if err != nil {
 					return err
 				}
-				return say(cmd.OutOrStdout(), asJSON, gone, "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
+				return say(cmd.OutOrStdout(), s.JSON, gone, "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	addBy(s, cmd, &by, &asJSON, "")
+	addBy(s, cmd, &by, "")
 	return cmd
 }

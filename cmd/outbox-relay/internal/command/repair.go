@@ -17,7 +17,7 @@ import (
 
 func newRepair(s *cli.Settings) *cobra.Command {
 	var by operator.By
-	var dryRun, asJSON bool
+	var dryRun bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "repair",
 		Short: "Repair a sequence of the outbox that went back",
@@ -35,7 +35,6 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
 --dry-run also if there is something to repair.`,
 		Example: `  outbox-relay repair --dry-run
   outbox-relay repair --why "upgrade by logical replication"`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			limit := time.Hour // a repair of many rows takes long
 			if dryRun {
@@ -43,14 +42,14 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
 			}
 			return s.OnSchemaFor(cmd.Context(), limit, func(ctx context.Context, pool *pgxpool.Pool) error {
 				if dryRun {
-					return describeSequences(ctx, pool, s.Schema, asJSON, cmd.OutOrStdout())
+					return describeSequences(ctx, pool, s.Schema, s.JSON, cmd.OutOrStdout())
 				}
-				return repairSequences(ctx, pool, relay.Operator{Schema: s.Schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
+				return repairSequences(ctx, pool, relay.Operator{Schema: s.Schema, Who: by.Who, Why: by.Why}, s.JSON, cmd.OutOrStdout())
 			})
 		},
 	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what is wrong")
-	addBy(s, cmd, &by, &asJSON, "by hand")
+	addBy(s, cmd, &by, "by hand")
 	return cmd
 }
 

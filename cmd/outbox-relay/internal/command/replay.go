@@ -24,7 +24,7 @@ type replayed struct {
 func newReplay(s *cli.Settings) *cobra.Command {
 	var opts replay.Options
 	var timeout time.Duration
-	var asJSON, yes bool
+	var yes bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "replay --from TIME --yes",
 		Short: "Publish published rows again that are still in the outbox",
@@ -38,7 +38,6 @@ were dead. All rows are inserted in one transaction, or none; it is recorded. Wh
 divide a replay of millions of rows by time.`,
 		Example: `  outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z
   outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --topic orders --to-topic orders-again --yes`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Schema, opts.Relay = s.Schema, s.Relay
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
@@ -53,7 +52,7 @@ divide a replay of millions of rows by time.`,
 				if err != nil {
 					return err
 				}
-				return r.print(cmd.OutOrStdout(), asJSON)
+				return r.print(cmd.OutOrStdout(), s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -65,7 +64,7 @@ divide a replay of millions of rows by time.`,
 	cli.AddBool(flags, &yes, cli.FlagYes, "publish; without it the rows are counted")
 	cli.AddDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
 	cli.CommandLineOnly(flags, "from", "to", "topic", "to-topic")
-	addBy(s, cmd, &opts.By, &asJSON, "replayed by hand")
+	addBy(s, cmd, &opts.By, "replayed by hand")
 	s.Check(cmd, func() error {
 		if opts.From.IsZero() {
 			return errors.New("--from is missing: want a time")

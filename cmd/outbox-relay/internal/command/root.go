@@ -122,21 +122,25 @@ Exit status: 0 success, 1 not well or failed, 2 wrong use.`,
 		help(cmd, args)
 	})
 	root.InitDefaultCompletionCmd()
-	nameOnly(root)
+	refuseArguments(root)
 	return root
 }
 
-// nameOnly makes a command that only has subcommands refuse any other argument. The subcommands of
-// cobra's completion command get our error for an unexpected argument: cobra's error quotes it.
-func nameOnly(c *cobra.Command) {
+// refuseArguments makes a command that only has subcommands refuse any other argument, and one that
+// says nothing of arguments refuse them all. So do the subcommands of cobra's completion command,
+// whose own error quotes the argument.
+func refuseArguments(c *cobra.Command) {
 	for _, sub := range c.Commands() {
 		if c.Name() == "completion" {
-			sub.Args = cli.NoArgs
+			sub.Args = nil
 		}
-		nameOnly(sub)
+		refuseArguments(sub)
 	}
-	if c.HasSubCommands() && !c.Runnable() {
+	switch {
+	case c.HasSubCommands() && !c.Runnable():
 		c.Args, c.RunE, c.SuggestionsMinimumDistance = oneOf, showHelp, 2
+	case c.Args == nil:
+		c.Args = cli.NoArgs
 	}
 }
 
@@ -156,6 +160,7 @@ func newHelp() *cobra.Command {
 	return &cobra.Command{
 		Use:   "help [command]",
 		Short: "Show the flags of a command",
+		Args:  cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			found, rest, err := cmd.Root().Find(args)
 			if err != nil || len(rest) > 0 {

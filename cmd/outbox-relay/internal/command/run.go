@@ -44,7 +44,6 @@ such as a password, is an error at once.
 
   outbox-relay run --listen :9464                   # in a container
   outbox-relay run --pprof-address 127.0.0.1:6060   # profiles`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return r.run(cmd.Context(), s.Logger(cmd.ErrOrStderr()))
 		},

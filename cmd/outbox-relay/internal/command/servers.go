@@ -28,26 +28,22 @@ func newServers(*cli.Settings) *cobra.Command {
 shell variables. Ctrl-C or SIGTERM stops both and deletes their data. The first run downloads PostgreSQL. For
 trying out and tests, never for production: no TLS, no replication, and the Kafka keeps everything in memory.`,
 		Example: `  outbox-relay servers --topic orders`,
-		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			ctx := cmd.Context()
-			postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: true})
+			on, err := start(ctx, servers.PostgresOptions{Own: true, Embedded: true}, servers.KafkaOptions{Own: true, Embedded: true}, func(line string) {
+				_ = terminal.Say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop them
+			})
 			if err != nil {
 				return err
 			}
-			defer stop(ctx, postgres.Stop, &err)
-			kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Own: true, Embedded: true})
-			if err != nil {
+			defer on.stop(ctx, &err)
+			if err := createTopics(ctx, on.kafka.Brokers, topics); err != nil {
 				return err
 			}
-			defer stop(ctx, kafka.Stop, &err)
-			if err := createTopics(ctx, kafka.Brokers, topics); err != nil {
+			if err := terminal.Say(cmd.OutOrStdout(), "export DATABASE_URL='%s' KAFKA_BROKERS='%s'\n", on.postgres.URL, on.kafka.Brokers[0]); err != nil {
 				return err
 			}
-			if err := terminal.Say(cmd.OutOrStdout(), "export DATABASE_URL='%s' KAFKA_BROKERS='%s'\n", postgres.URL, kafka.Brokers[0]); err != nil {
-				return err
-			}
-			if err := terminal.Say(cmd.ErrOrStderr(), "%s\n%s\nCtrl-C stops both and deletes their data\n", postgres.Description, kafka.Description); err != nil {
+			if err := terminal.Say(cmd.ErrOrStderr(), "Ctrl-C stops both and deletes their data\n"); err != nil {
 				return err
 			}
 			<-ctx.Done()

@@ -20,7 +20,6 @@ const shardsMax = 256
 
 func newShards(s *cli.Settings) *cobra.Command {
 	var by operator.By
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "shards NUMBER",
 		Short: "Change the number of shards of a relay",
@@ -49,10 +48,10 @@ rows of a key stay in order and nothing is lost. The change is recorded. "outbox
 				if int64(before) != number {
 					text = fmt.Sprintf("had %s and has %d: start its replicas", human.Count(before, "shard"), number)
 				}
-				return say(cmd.OutOrStdout(), asJSON, map[string]any{"relay": s.Relay, "before": before, "shards": number}, "relay %s %s\n", terminal.Plain(s.Relay), text)
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"relay": s.Relay, "before": before, "shards": number}, "relay %s %s\n", terminal.Plain(s.Relay), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	addBy(s, cmd, &by, &asJSON, "by hand")
+	addBy(s, cmd, &by, "by hand")
 	return cmd
 }

@@ -30,7 +30,6 @@ type statusOptions struct {
 	lagAgeMax        time.Duration
 	watch            time.Duration // 0: once
 	parkedMax        int
-	json             bool
 	relay            string // empty: all
 }
 
@@ -47,7 +46,6 @@ Exit status 1 if rows wait and no replica holds the lease or reaches Kafka; a re
 than --age-max, or a scheduled message is overdue for longer; rows are in outbox_dead; a sequence went back (see
 "outbox-relay repair"); a partition halted; a consumer is later than --lag-age-max, or gone for longer; or more than
 --parked-max messages are parked.`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
 				opts.relay = s.Relay
@@ -64,7 +62,7 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
 	cli.CommandLineOnly(cmd.Flags(), "watch")
 	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
-	cli.AddJSON(cmd, &opts.json)
+	s.AddJSON(cmd)
 	return cmd
 }
 
@@ -81,7 +79,7 @@ func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io
 		if err != nil {
 			return err
 		}
-		return answer(out, opts.json, status, statusText(status), status.Well)
+		return answer(out, s.JSON, status, statusText(status), status.Well)
 	})
 }
 
@@ -203,7 +201,7 @@ func bytesText(n int64) string {
 
 func relaysText(status *doctor.Status) string {
 	var text strings.Builder
-	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
+	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\theld by\tlease left\tepoch\n")
 	for _, r := range status.Relays {
 		waiting, oldest, rate, owner, left := waitingText(r.Progress), "-", "-", "none", "-"
 		if r.OldestWaitingSeconds > 0 {

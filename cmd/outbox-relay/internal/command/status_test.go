@@ -290,7 +290,7 @@ func TestBench(t *testing.T) {
 	r := run(t, environment, "bench", "consume", "--messages", "2000", "--rounds", "1", "--json")
 	require.Zero(t, r.code, r.stderr)
 	found := r.object(t)
-	for _, key := range []string{"textbook", "no_dedup", "by_id", "by_position", "all_duplicates", "bytes_per_message", "wal_bytes_per_message", "seconds"} {
+	for _, key := range []string{"textbook", "no_dedup", "by_id", "by_position", "bytes_per_message", "wal_bytes_per_message", "seconds"} {
 		assert.IsType(t, 0.0, found[key], key)
 	}
 	assert.Contains(t, found["postgres"], "PostgreSQL")

@@ -16,18 +16,19 @@ import (
 )
 
 type tailer struct {
+	*cli.Settings
 	inspect.Tail
 	every         time.Duration
 	limit         int // 0: none
 	fromBeginning bool
 	toEnd         bool
-	payload, json bool
+	payload       bool
 	shown         int
 	out           io.Writer
 }
 
 func newTail(s *cli.Settings) *cobra.Command {
-	t := &tailer{}
+	t := &tailer{Settings: s}
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "tail",
 		Short: "Follow the outbox",
@@ -37,9 +38,8 @@ shown up to 4 KiB, as text or base64.`,
 		Example: `  outbox-relay tail --topic orders
   outbox-relay tail --from-beginning --to-end --json
   outbox-relay tail --from-beginning --key order-7 --payload --json --limit 10`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			t.Schema, t.out = s.Schema, cmd.OutOrStdout()
+			t.Tail.Schema, t.out = s.Schema, cmd.OutOrStdout()
 			if t.payload {
 				t.PayloadMax = payloadShown
 			}
@@ -63,7 +63,7 @@ shown up to 4 KiB, as text or base64.`,
 	cli.AddDuration(flags, &t.every, "every", 250*time.Millisecond, 10*time.Millisecond, time.Minute, "pause between two reads")
 	cli.AddBool(flags, &t.payload, "payload", "show payloads")
 	cli.CommandLineOnly(flags, "topic", "key", "from-beginning", "to-end", flagLimit, "payload")
-	cli.AddJSONLines(cmd, &t.json)
+	s.AddJSONLines(cmd)
 	return cmd
 }
 
@@ -105,7 +105,7 @@ func (t *tailer) show(r inspect.TailRow) (err error) {
 	if t.payload {
 		line.payload = new(newPayload(r.Payload, r.PayloadBytes))
 	}
-	if t.json {
+	if t.JSON {
 		err = terminal.PrintJSON(t.out, line)
 	} else {
 		_, err = io.WriteString(t.out, line.text())

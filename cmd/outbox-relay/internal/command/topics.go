@@ -29,8 +29,6 @@ other topics continue. After a resume they are published in order.
 
   outbox-relay topics pause orders --why "consumer has a bug, see INC-12"
   outbox-relay topics resume orders`,
-		Args: cli.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
 	return cmd
@@ -38,12 +36,11 @@ other topics continue. After a resume they are published in order.
 
 // topicsChange holds the flags that pause and resume share.
 type topicsChange struct {
-	by     operator.By
-	asJSON bool
+	by operator.By
 }
 
 func (c *topicsChange) add(s *cli.Settings, cmd *cobra.Command) {
-	addBy(s, cmd, &c.by, &c.asJSON, "by hand")
+	addBy(s, cmd, &c.by, "by hand")
 }
 
 // run runs a change on the schema, as the operator. The time limit includes wait.
@@ -93,7 +90,7 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 				if unconfirmed != nil {
 					p.Unconfirmed, p.interrupted = unconfirmed.Owners, ctx.Err() != nil
 				}
-				return p.print(cmd.OutOrStdout(), len(topics), wait, c.asJSON)
+				return p.print(cmd.OutOrStdout(), len(topics), wait, s.JSON)
 			})
 		},
 	}, cli.FlagDatabaseURL))
@@ -176,7 +173,7 @@ func newTopicsResume(s *cli.Settings) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return say(cmd.OutOrStdout(), c.asJSON, map[string]any{"resumed": append([]string{}, changed...)}, "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"resumed": append([]string{}, changed...)}, "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -205,11 +202,9 @@ func knowsRelay(ctx context.Context, s *cli.Settings, pool *pgxpool.Pool) error 
 }
 
 func newTopicsList(s *cli.Settings) *cobra.Command {
-	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "Show which topics are paused, since when and why",
-		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				if err := knowsRelay(ctx, s, pool); err != nil {
@@ -219,12 +214,12 @@ func newTopicsList(s *cli.Settings) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return list(cmd.OutOrStdout(), asJSON, paused, "no paused topics", "topic\tsince\tby\twhy", func(p relay.PausedTopic) string {
+				return list(cmd.OutOrStdout(), s.JSON, paused, "no paused topics", "topic\tsince\tby\twhy", func(p relay.PausedTopic) string {
 					return terminal.Fill("%s\t%s\t%s\t%s", terminal.Plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), terminal.Plain(p.Who), terminal.Plain(p.Why))
 				})
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	cli.AddJSONLines(cmd, &asJSON)
+	s.AddJSONLines(cmd)
 	return cmd
 }

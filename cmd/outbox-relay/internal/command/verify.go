@@ -21,7 +21,6 @@ func newVerify(s *cli.Settings) *cobra.Command {
 	var topic *string
 	var group *string
 	var timeout time.Duration
-	var asJSON bool
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "verify",
 		Short: "Compare the outbox with the topics, and the topics with a group's claims",
@@ -37,7 +36,6 @@ Give the relay's --topic-prefix. Memory is bounded; about 60 bytes per row and r
 temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong.`,
 		Example: `  outbox-relay verify --since 24h
   outbox-relay verify --topic orders --group billing --allow-duplicates --json`,
-		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Schema, opts.Relay = s.Schema, s.Relay
 			if topic != nil {
@@ -48,7 +46,7 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return runVerify(ctx, s, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.Logger(cmd.ErrOrStderr()))
+			return runVerify(ctx, s, opts, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.Logger(cmd.ErrOrStderr()))
 		},
 	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
@@ -60,11 +58,11 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 	cli.AddInt(flags, &opts.Examples, "examples", 10, 0, 10_000, "list at most this many of each finding")
 	cli.AddDuration(flags, &timeout, "timeout", 24*time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
 	cli.CommandLineOnly(flags, "since", "topic", "group", "allow-duplicates")
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 
-func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, asJSON bool, out, progress io.Writer, logger *slog.Logger) error {
+func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, out, progress io.Writer, logger *slog.Logger) error {
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		kafka, err := openKafka(s, logger)
 		if err != nil {
@@ -80,7 +78,7 @@ func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, asJSON
 		if err != nil {
 			return err
 		}
-		return answer(out, asJSON, report, verifyText(report), report.Well)
+		return answer(out, s.JSON, report, verifyText(report), report.Well)
 	})
 }
 

@@ -19,23 +19,21 @@ type versionInfo struct {
 	Go       string `json:"go"`
 }
 
-func newVersion(*cli.Settings) *cobra.Command {
-	var asJSON bool
+func newVersion(s *cli.Settings) *cobra.Command {
 	cmd := cli.Offline(&cobra.Command{
 		Use:   "version",
 		Short: "Print the versions of program, schema and Go",
-		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := readVersion()
 			revision := cmp.Or(v.Revision, "unknown")
 			if v.Modified {
 				revision += " with changes"
 			}
-			return say(cmd.OutOrStdout(), asJSON, v, "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
+			return say(cmd.OutOrStdout(), s.JSON, v, "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
 				v.Version, revision, v.Schema, v.Go)
 		},
 	})
-	cli.AddJSON(cmd, &asJSON)
+	s.AddJSON(cmd)
 	return cmd
 }
 

@@ -1,5 +1,5 @@
-// Package consumers gives an operator's orders to consumers: pauses of topics, where a partition
-// resumes, and the rule that gives messages their IDs. An order is a row that the running consumers
+// Package consumers has what an operator decides about consumers: pauses of topics, where a partition
+// resumes, and the rule that gives messages their IDs. A decision is a row that the running consumers
 // read. The same transaction records it in operator_actions.
 package consumers
 
@@ -17,7 +17,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// ErrUnknown means that the order names a group, topic, partition or consumer that does not exist.
+// ErrUnknown means that there is no such group, topic, partition or consumer.
 // Nothing was changed. The error lists those that exist.
 var ErrUnknown = errors.New("unknown")
 
@@ -34,8 +34,8 @@ func Registered(ctx context.Context, db operator.Querier, schema string) ([]Cons
 	return operator.Rows(ctx, db, "read consumers", schema, registeredSQL, pgx.RowToStructByPos[Consumer])
 }
 
-// order runs work in a transaction: see operator.Change.
-func order(ctx context.Context, db operator.Beginner, what string, work func(tx pgx.Tx) error) error {
+// change runs work in a transaction: see operator.Change.
+func change(ctx context.Context, db operator.Beginner, what string, work func(tx pgx.Tx) error) error {
 	err := operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) error { return work(tx) })
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
@@ -43,7 +43,7 @@ func order(ctx context.Context, db operator.Beginner, what string, work func(tx 
 	return nil
 }
 
-// knows refuses a topic that no consumer of the group has: an order for it would have no effect.
+// knows refuses a topic that no consumer of the group has: a decision on it would have no effect.
 func knows(ctx context.Context, tx pgx.Tx, schema, group, topic string) error {
 	type pair struct{ Group, Topic string }
 	all, err := operator.Rows(ctx, tx, "read known groups", schema, knownSQL, pgx.RowToStructByPos[pair])

@@ -88,7 +88,7 @@ func TestUnknownNamesAreRefused(t *testing.T) {
 	_, topic := consumers.ResumeTopic(t.Context(), pool, schema, by, "billing", "odrers")
 	_, partition := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: 2}, 1, nil, false)
 	_, none := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "audit", Topic: "orders"}, 1, nil, false)
-	_, back := consumers.TakeBack(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: 2})
+	_, back := consumers.Cancel(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: 2})
 	_, show := consumers.Rule(t.Context(), pool, schema, "billing/odrers")
 	_, set := consumers.SetRule(t.Context(), pool, schema, by, "billing/odrers", "standard", false)
 	for text, err := range map[string]error{
@@ -123,11 +123,11 @@ func TestPartitionsAreOrderedToResumeElsewhere(t *testing.T) {
 	r, err = consumers.ResumeAt(t.Context(), pool, schema, by, p, 50, nil, false)
 	require.NoError(t, err)
 	require.Equal(t, consumers.AtLatest, *r.Before)
-	orders, err := consumers.Orders(t.Context(), pool, schema)
+	orders, err := consumers.Requests(t.Context(), pool, schema)
 	require.NoError(t, err)
-	require.Equal(t, []consumers.Order{r.Order}, orders)
+	require.Equal(t, []consumers.Request{r.Request}, orders)
 	for _, want := range []bool{true, false} {
-		taken, err := consumers.TakeBack(t.Context(), pool, schema, by, p)
+		taken, err := consumers.Cancel(t.Context(), pool, schema, by, p)
 		require.NoError(t, err)
 		require.Equal(t, want, taken)
 	}

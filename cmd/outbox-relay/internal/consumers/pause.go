@@ -27,7 +27,7 @@ func Pauses(ctx context.Context, db operator.Querier, schema string, group, topi
 // PauseTopic makes the messages of a topic wait for a group, in Kafka. If the topic is already
 // paused, that pause stays: PauseTopic returns it, and paused is false.
 func PauseTopic(ctx context.Context, db operator.Beginner, schema string, by operator.By, group, topic string) (pause Pause, paused bool, err error) {
-	err = order(ctx, db, "pause", func(tx pgx.Tx) error {
+	err = change(ctx, db, "pause", func(tx pgx.Tx) error {
 		if err := knows(ctx, tx, schema, group, topic); err != nil {
 			return err
 		}
@@ -52,7 +52,7 @@ func PauseTopic(ctx context.Context, db operator.Beginner, schema string, by ope
 
 // ResumeTopic ends a pause. resumed is false if there was none.
 func ResumeTopic(ctx context.Context, db operator.Beginner, schema string, by operator.By, group, topic string) (resumed bool, err error) {
-	err = order(ctx, db, "resume", func(tx pgx.Tx) error {
+	err = change(ctx, db, "resume", func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, migrations.InSchema(resumeSQL, schema), group, topic)
 		if err != nil {
 			return err

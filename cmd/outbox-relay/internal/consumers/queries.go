@@ -23,13 +23,13 @@ ON CONFLICT (consumer_group, topic) DO NOTHING`
 const resumeSQL = `-- consumers.resume
 DELETE FROM effectonce.consumer_pauses WHERE consumer_group = $1 AND topic = $2`
 
-// ordersSQL lists the orders that holders of partitions have not carried out yet.
-const ordersSQL = `-- consumers.orders
+// requestsSQL lists where holders of partitions are asked to resume, and did not yet.
+const requestsSQL = `-- consumers.requests
 SELECT consumer_group, topic, partition, next_offset, resume_at, CASE WHEN released THEN '' ELSE coalesce(owner, '') END
 FROM effectonce.consumer_positions WHERE resume_at IS NOT NULL ORDER BY consumer_group, topic, partition LIMIT 1000`
 
-// positionSQL locks the row. Its holder stores the next position after the order commits, and sees
-// the order then.
+// positionSQL locks the row. Its holder stores the next position after the request commits, and sees
+// the request then.
 const positionSQL = `-- consumers.position
 SELECT next_offset, resume_at, CASE WHEN released THEN '' ELSE coalesce(owner, '') END, coalesce(trouble, '') FROM effectonce.consumer_positions
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 FOR UPDATE`

@@ -12,7 +12,7 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Where an order resumes a partition, other than at an offset: values of
+// Where a partition resumes, other than at an offset: values of
 // consumer_positions.resume_at.
 const (
 	AtEarliest int64 = -2
@@ -56,18 +56,18 @@ func (p Partition) String() string {
 	return fmt.Sprintf("%s/%d of group %s", p.Topic, p.Partition, p.Group)
 }
 
-// Order is an order to resume a partition at another position that is not carried out yet.
-type Order struct {
+// Request asks the holder of a partition to resume at another position. It is not done yet.
+type Request struct {
 	Partition
 
 	Position *int64 `json:"position"` // null: nothing is handled yet
 	ResumeAt int64  `json:"resume_at"`
-	Holder   string `json:"holder"` // empty: the next holder carries it out
+	Holder   string `json:"holder"` // empty: the next holder follows it
 }
 
-// Orders returns the orders that are not carried out, at most 1000.
-func Orders(ctx context.Context, db operator.Querier, schema string) ([]Order, error) {
-	return operator.Rows(ctx, db, "read orders to resume", schema, ordersSQL, func(row pgx.CollectableRow) (o Order, err error) {
+// Requests returns the requests that are not done, at most 1000.
+func Requests(ctx context.Context, db operator.Querier, schema string) ([]Request, error) {
+	return operator.Rows(ctx, db, "read requests to resume", schema, requestsSQL, func(row pgx.CollectableRow) (o Request, err error) {
 		err = row.Scan(&o.Group, &o.Topic, &o.Partition.Partition, &o.Position, &o.ResumeAt, &o.Holder)
 		return o, err
 	})
@@ -76,24 +76,24 @@ func Orders(ctx context.Context, db operator.Querier, schema string) ([]Order, e
 // Extent is what Kafka has of a partition: offsets from Start to End.
 type Extent struct{ Start, End int64 }
 
-// Resumption is an order and what it replaces.
+// Resumption is a request and what it replaces.
 type Resumption struct {
-	Order
+	Request
 
-	Before  *int64 `json:"before"`  // an earlier order that was not carried out
+	Before  *int64 `json:"before"`  // an earlier request that is not done
 	Trouble string `json:"trouble"` // why the partition does not move; empty: it does
-	Effect  string `json:"effect"`  // what the order skips or repeats
+	Effect  string `json:"effect"`  // what the request skips or repeats
 	DryRun  bool   `json:"dry_run"`
 }
 
-// ResumeAt orders the holder of a partition, or the next one, to continue at an offset, at
+// ResumeAt asks the holder of a partition, or the next one, to continue at an offset, at
 // AtEarliest or at AtLatest. With an extent, an offset outside of it is refused. A dry run only
-// returns what the order would do.
+// returns what the request would do.
 func ResumeAt(
 	ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition, at int64, extent *Extent, dryRun bool,
 ) (*Resumption, error) {
-	r := &Resumption{Order: Order{Partition: p, ResumeAt: at}, DryRun: dryRun}
-	err := order(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
+	r := &Resumption{Request: Request{Partition: p, ResumeAt: at}, DryRun: dryRun}
+	err := change(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
 		if err := r.lock(ctx, tx, schema); err != nil {
 			return err
 		}
@@ -116,14 +116,14 @@ func ResumeAt(
 	return r, nil
 }
 
-// TakeBack removes an order that was not carried out yet. taken is false if there was none.
-func TakeBack(ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition) (taken bool, err error) {
-	err = order(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
-		r := &Resumption{Order: Order{Partition: p}}
+// Cancel removes a request that is not done yet. canceled is false if there was none.
+func Cancel(ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition) (canceled bool, err error) {
+	err = change(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
+		r := &Resumption{Request: Request{Partition: p}}
 		if err := r.lock(ctx, tx, schema); err != nil {
 			return err
 		}
-		if taken = r.Before != nil; !taken {
+		if canceled = r.Before != nil; !canceled {
 			return nil
 		}
 		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, nil); err != nil {
@@ -133,7 +133,7 @@ func TakeBack(ctx context.Context, db operator.Beginner, schema string, by opera
 			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": nil, "position": r.Position, "before": r.Before,
 		})
 	})
-	return taken, err
+	return canceled, err
 }
 
 // lock reads and locks the partition until the transaction ends.
@@ -171,17 +171,17 @@ func within(at int64, extent *Extent) error {
 	return nil
 }
 
-// What an order does to messages.
+// What a request does to messages.
 const (
 	skipped  = "they are skipped and have no effect, unless the group is rewound to before them"
 	repeated = "they are delivered again: those with a claim are dropped as duplicates, those older than the forgotten claims are parked as expired, " +
 		"and a consumer that deduplicates by position handles all of them a second time"
 )
 
-// effect describes what an order skips or repeats, as far as that is known.
+// effect describes what a request skips or repeats, as far as that is known.
 func effect(position *int64, at int64, extent *Extent) string {
 	if position == nil {
-		return "nothing of the partition is handled yet; the order decides where it begins, in place of Kafka's offset"
+		return "nothing of the partition is handled yet: it begins there, whatever offset Kafka has"
 	}
 	switch { // a known place is compared like an offset
 	case extent != nil && at == AtEarliest:

@@ -40,7 +40,7 @@ func SetRule(ctx context.Context, db operator.Beginner, schema string, by operat
 	if err := CheckRule(rule); err != nil {
 		return nil, fmt.Errorf("rule %.100q: %w", rule, err)
 	}
-	err = order(ctx, db, "change the rule for IDs", func(tx pgx.Tx) error {
+	err = change(ctx, db, "change the rule for IDs", func(tx pgx.Tx) error {
 		found, err := operator.Rows(ctx, tx, "read the consumer", schema, lockRuleSQL, pgx.RowToStructByPos[Consumer], name)
 		if err != nil {
 			return err

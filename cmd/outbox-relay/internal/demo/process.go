@@ -34,7 +34,6 @@ type fleet struct {
 	command   []string
 	logs      string // directory of one log file for each process
 	processes []*process
-	spawner   *spawner
 	failed    chan error // a process that cannot be kept running
 
 	ctx     context.Context //nolint:containedctx // ends the children that are left when the run is over
@@ -49,7 +48,7 @@ const restartPause = 300 * time.Millisecond
 const crashesMax = 3
 
 func newFleet(ctx context.Context, command []string, logs string, jobs []job) *fleet {
-	f := &fleet{command: command, logs: logs, spawner: newSpawner(), failed: make(chan error, len(jobs))}
+	f := &fleet{command: command, logs: logs, failed: make(chan error, len(jobs))}
 	f.ctx, f.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	for _, j := range jobs {
 		f.processes = append(f.processes, &process{job: j, fleet: f})
@@ -66,7 +65,6 @@ func (f *fleet) close() {
 		p.mu.Unlock()
 	}
 	f.waiters.Wait()
-	f.spawner.close()
 }
 
 // start starts the processes of a role, with jobs that begin now.
@@ -160,7 +158,7 @@ func (p *process) start() error {
 		return err
 	}
 	isolate(cmd)
-	if err := p.fleet.spawner.start(cmd); err != nil {
+	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start %s: %w", p.job.Name, err)
 	}
 	// The job fits into the pipe. If the child has already ended, Wait reports it.

@@ -13,11 +13,10 @@ import (
 func supported() error { return nil }
 
 // isolate puts the child into its own process group: Ctrl-C at the terminal reaches only the
-// parent, which ends the children in its own order.
-func isolate(cmd *exec.Cmd) {
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	dieWithParent(cmd.SysProcAttr)
-}
+// parent, which ends the children in its own order. If the parent is killed, a running child notices
+// that its standard input ends, and a frozen one gets SIGHUP and SIGCONT from the kernel, as every
+// stopped group that lost its parent.
+func isolate(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} }
 
 func freeze(p *os.Process) error { return signal(p, syscall.SIGSTOP) }
 

@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo/checker"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/site"
 )
 
 // The numbers of relays and consumers of a run; there is one shop.
@@ -33,6 +35,7 @@ type run struct {
 	job
 	begin        time.Time
 	progress     func(Progress)
+	site         *site.Site
 	conn         *pgx.Conn
 	fleet        *fleet
 	troublemaker *troublemaker
@@ -47,16 +50,18 @@ type run struct {
 }
 
 // prepareAndCarryOut does everything between the check of the options and the cleanup.
-func prepareAndCarryOut(ctx context.Context, options Options, j job, m *made, logs string) (Report, error) {
+func prepareAndCarryOut(ctx context.Context, options Options, j job, logs string) (_ Report, err error) {
 	options.Progress(Progress{Phase: "preparing tables and topic", Total: j.Orders})
-	if err := setUp(ctx, j, m); err != nil {
+	made, err := setUp(ctx, j)
+	if err != nil {
 		return Report{}, fmt.Errorf("prepare the demo: %w", err)
 	}
-	conn, err := pgx.Connect(ctx, j.DatabaseURL)
+	defer func() { err = errors.Join(err, made.Remove(ctx)) }()
+	conn, hangUp, err := made.Connect(ctx)
 	if err != nil {
 		return Report{}, err
 	}
-	defer hangUp(ctx, conn)
+	defer hangUp()
 	duplicator, err := newDuplicator(j)
 	if err != nil {
 		return Report{}, err
@@ -64,7 +69,7 @@ func prepareAndCarryOut(ctx context.Context, options Options, j job, m *made, lo
 	fleet := newFleet(ctx, options.Command, logs, jobs(j))
 	defer fleet.close()
 	r := &run{
-		begin: time.Now(), job: j, progress: options.Progress, fake: options.Fake, conn: conn, fleet: fleet, duplicator: duplicator,
+		begin: time.Now(), job: j, site: made, progress: options.Progress, fake: options.Fake, conn: conn, fleet: fleet, duplicator: duplicator,
 		troublemaker: &troublemaker{fleet: fleet}, trouble: make(chan error, 2),
 	}
 	if err := r.carryOut(ctx); err != nil {
@@ -177,10 +182,15 @@ func (r *run) untilEffects(ctx context.Context) error {
 // proves nothing. The relays are stopped first, so that the end does not move.
 func (r *run) untilRead(ctx context.Context) error {
 	r.note(r.fleet.stop(ctx, roleRelay, stopMax))
-	partitions, next, err := ends(ctx, r.job)
+	ends, err := r.site.Ends(ctx, r.Topic)
 	if err != nil {
 		return err
 	}
+	var partitions []int32
+	var next []int64
+	ends.Each(func(end kadm.ListedOffset) {
+		partitions, next = append(partitions, end.Partition), append(next, end.Offset)
+	})
 	return r.until(ctx, "waiting for the last duplicates", func() (left int64, err error) {
 		err = r.conn.QueryRow(ctx, inShop(behindSQL, r.Schema), r.Group, r.Topic, partitions, next).Scan(&left)
 		return left, err

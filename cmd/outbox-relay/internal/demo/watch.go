@@ -6,8 +6,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/pause"
 )
@@ -92,25 +90,4 @@ func (r *run) nudge(ctx context.Context, since time.Time) error {
 	p := r.fleet.of(roleConsumer)[0]
 	r.note(fmt.Errorf("no progress for %v: kfake kept a member that was killed, so %s was restarted to force a rebalance", 3*r.Session, p.job.Name))
 	return p.restart(ctx, consumerStopMax)
-}
-
-// ends reads the ends of the partitions.
-func ends(ctx context.Context, j job) (partition []int32, next []int64, err error) {
-	client, err := kgo.NewClient(j.kafka()...)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer client.Close()
-	offsets, err := kadm.NewClient(client).ListEndOffsets(ctx, j.Topic)
-	if err == nil {
-		err = offsets.Error()
-	}
-	if err != nil {
-		return nil, nil, fmt.Errorf("read the end offsets of topic %s: %w", j.Topic, err)
-	}
-	offsets.Each(func(o kadm.ListedOffset) {
-		partition = append(partition, o.Partition)
-		next = append(next, o.Offset)
-	})
-	return partition, next, nil
 }

@@ -3,7 +3,6 @@ package doctor
 import (
 	"context"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
@@ -51,12 +50,12 @@ func them(n int64) string {
 
 func (b *Behind) remedy(group string) string {
 	if b.Unheld > 0 {
-		return fmt.Sprintf("start a consumer of group %s, or find out why it does not get its partitions: \"outbox-relay positions --group %s\"", oneLine(group), shellWord(group))
+		return fmt.Sprintf("start a consumer of group %s, or find out why it does not get its partitions: \"outbox-relay positions --group %s\"", oneLine(group), human.Word(group))
 	}
 	if b.OpenTransaction != "" {
 		return b.OpenTransaction
 	}
-	return fmt.Sprintf("the consumer is slow, hangs or died, or a transaction of another program is open on the topic (--brokers): see its log, and the members and the lag of the group in \"outbox-relay positions --group %s\"", shellWord(group))
+	return fmt.Sprintf("the consumer is slow, hangs or died, or a transaction of another program is open on the topic (--brokers): see its log, and the members and the lag of the group in \"outbox-relay positions --group %s\"", human.Word(group))
 }
 
 // readBehind adds the consumers that are later than the limit; 0: no limit.
@@ -82,6 +81,3 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 		return nil
 	})
 }
-
-// shellWord quotes a name for a shell.
-func shellWord(name string) string { return "'" + strings.ReplaceAll(name, "'", `'\''`) + "'" }

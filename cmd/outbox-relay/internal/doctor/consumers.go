@@ -50,14 +50,14 @@ type PartitionTrouble struct {
 	SaidSeconds float64 `json:"said_seconds"`
 }
 
-// notes adds what operators ordered, and topics that do not exist. Neither makes the status bad: an
-// operator meant the order, and a renamed consumer leaves its old name behind.
+// notes adds what operators decided, and topics that do not exist. Neither makes the status bad: an
+// operator meant it, and a renamed consumer leaves its old name behind.
 func (s *Status) notes(ctx context.Context, db operator.Querier, schema string) error {
 	var err error
 	if s.Paused, err = consumers.Pauses(ctx, db, schema, nil, nil); err != nil {
 		return err
 	}
-	if s.Orders, err = consumers.Orders(ctx, db, schema); err != nil {
+	if s.Requests, err = consumers.Requests(ctx, db, schema); err != nil {
 		return err
 	}
 	for _, c := range s.Consuming {
@@ -66,10 +66,10 @@ func (s *Status) notes(ctx context.Context, db operator.Querier, schema string) 
 		}
 	}
 	for _, p := range s.Paused {
-		s.Notes = append(s.Notes, pausedText(p)+fmt.Sprintf(": to end the pause, run \"outbox-relay consumer resume --group %s --topic %s\"", oneLine(p.Group), oneLine(p.Topic)))
+		s.Notes = append(s.Notes, pausedText(p)+fmt.Sprintf(": to end the pause, run \"outbox-relay consumer resume --group %s --topic %s\"", human.Word(p.Group), human.Word(p.Topic)))
 	}
-	for _, o := range s.Orders {
-		s.Notes = append(s.Notes, orderText(o))
+	for _, r := range s.Requests {
+		s.Notes = append(s.Notes, requestText(r))
 	}
 	if s.KafkaError != "" {
 		s.Notes = append(s.Notes, "unknown whether the topics of consumers exist: "+oneLine(s.KafkaError))
@@ -81,15 +81,15 @@ func pausedText(p consumers.Pause) string {
 	return fmt.Sprintf("topic %s is paused for group %s since %s by %s (%s)", oneLine(p.Topic), oneLine(p.Group), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why))
 }
 
-func orderText(o consumers.Order) string {
+func requestText(r consumers.Request) string {
 	position, holder := "no position", "no consumer holds it"
-	if o.Position != nil {
-		position = fmt.Sprintf("position %d", *o.Position)
+	if r.Position != nil {
+		position = fmt.Sprintf("position %d", *r.Position)
 	}
-	if o.Holder != "" {
-		holder = "holder " + oneLine(o.Holder)
+	if r.Holder != "" {
+		holder = "held by " + oneLine(r.Holder)
 	}
-	return fmt.Sprintf("%s is ordered to resume at %s, which is not carried out yet (%s, %s)", oneLine(o.String()), consumers.AtText(o.ResumeAt), position, holder)
+	return fmt.Sprintf("%s: an operator requested to resume at %s, which is not done yet (%s, %s)", oneLine(r.String()), consumers.AtText(r.ResumeAt), position, holder)
 }
 
 // readMissing asks Kafka which topics exist. If no broker answers, it only records KafkaError: that
@@ -192,7 +192,7 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 	for _, c := range s.Consuming {
 		for _, t := range c.Trouble {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s/%d halted for %s: %s",
-				c.Name, t.Topic, t.Partition, human.Seconds(t.SaidSeconds), oneLine(t.Text)))
+				c.Name, oneLine(t.Topic), t.Partition, human.Seconds(t.SaidSeconds), terminal.Line(t.Text)))
 		}
 		if c.Behind != nil {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s: %s", c.Name, c.Behind.text(), c.Behind.remedy(c.Group)))

@@ -49,7 +49,7 @@ func TestStatusReportsConsumers(t *testing.T) {
 	require.Len(t, status.Problems, 2)
 	all := strings.Join(status.Problems, "\n")
 	assert.Contains(t, all, `consumer "billing/orders": 4 messages parked, 2 keys held, the oldest for 4m: see "outbox-relay parked list"`)
-	assert.Regexp(t, `(?m)^consumer "billing/payments": payments/0 halted for 1m3\ds: message blocks\\x1b its partition…$`, all)
+	assert.Regexp(t, `(?m)^consumer "billing/payments": payments/0 halted for 1m3\ds: message blocks\\x1b its partition; second line$`, all)
 	orders, payments := status.Consuming[0], status.Consuming[1]
 	assert.Equal(t, []any{"billing/orders", int64(1), int64(2)}, []any{orders.Name, orders.Partitions, orders.HeldKeys})
 	assert.Equal(t, map[string]int64{"failed": 2, "behind": 1, "permanent": 1}, orders.Parked)
@@ -164,8 +164,8 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 	status := readStatus(t, conn, doctor.StatusOptions{})
 	assert.True(t, status.Well)
 	require.Len(t, status.Notes, 2)
-	assert.Regexp(t, `^topic orders is paused for group it's billing since \S+Z by ana \(INC-12\\x1b\[0m\): to end the pause, run "outbox-relay consumer resume`, status.Notes[0])
-	assert.Equal(t, "orders/0 of group it's billing is ordered to resume at latest, which is not carried out yet (position 7, holder host-1)", status.Notes[1])
+	assert.Regexp(t, `^topic orders is paused for group it's billing since \S+Z by ana \(INC-12\\x1b\[0m\): to end the pause, run "outbox-relay consumer resume --group 'it'\\''s billing' --topic orders"$`, status.Notes[0])
+	assert.Equal(t, "orders/0 of group it's billing: an operator requested to resume at latest, which is not done yet (position 7, held by host-1)", status.Notes[1])
 	assert.Equal(t, "standard", status.Consuming[0].IDRule)
 
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET trouble = 'offset out of range'")
@@ -177,7 +177,7 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 	}{
 		{doctor.Fail, `consumer "billing/orders": orders/0 halted for `},
 		{doctor.Warn, "topic orders is paused for group it's billing"},
-		{doctor.Warn, "is ordered to resume at latest"},
+		{doctor.Warn, "requested to resume at latest"},
 	} {
 		assert.Equal(t, want.severity, found[i].Severity)
 		assert.Contains(t, found[i].Message, want.message)

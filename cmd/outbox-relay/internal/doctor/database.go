@@ -60,10 +60,7 @@ func Durability(ctx context.Context, db operator.Querier) []Finding {
 		found = append(found, warn("durability", "set synchronous_commit to on for the roles that publish and consume",
 			"synchronous_commit is off: a crash may lose the last commits, each with its effects and claims"))
 	}
-	if len(found) == 0 {
-		found = append(found, ok("durability", "fsync is on, synchronous_commit is %s", commit))
-	}
-	return found
+	return orElse(found, ok("durability", "fsync is on, synchronous_commit is %s", commit))
 }
 
 func onOff(b bool) string {

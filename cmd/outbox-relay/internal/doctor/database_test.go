@@ -125,7 +125,7 @@ func TestConsumersThatAreLateAreFound(t *testing.T) {
 	status := func() *doctor.Status { return readStatus(t, conn, doctor.StatusOptions{LagAgeMax: 5 * time.Minute}) }
 	s := status()
 	assert.Equal(t, []string{`consumer "billing/orders": 2 partitions behind, the oldest, orders/1, for 20h; 1 of them not held by any process: ` +
-		`start a consumer of group billing, or find out why it does not get its partitions: "outbox-relay positions --group 'billing'"`}, s.Problems)
+		`start a consumer of group billing, or find out why it does not get its partitions: "outbox-relay positions --group billing"`}, s.Problems)
 	f := only(t, doctor.Pipeline(t.Context(), conn, "effectonce", 5*time.Minute))
 	assert.Equal(t, []any{doctor.Fail, s.Problems[0]}, []any{f.Severity, f.Message})
 	harmless(t, f)

@@ -69,10 +69,7 @@ func Definitions(ctx context.Context, db operator.Querier, schema string) []Find
 	if len(unknown) > 0 {
 		found = append(found, warn(check, remedy, "not from any release, and may run with the rights of every role that uses the tables: %s", some(unknown)))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "%d definitions match this release; role %s owns them", len(stored), owner))
-	}
-	return found
+	return orElse(found, ok(check, "%d definitions match this release; role %s owns them", len(stored), owner))
 }
 
 func some(names []string) string {

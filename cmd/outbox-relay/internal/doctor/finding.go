@@ -47,6 +47,14 @@ func fail(check, remedy, format string, args ...any) Finding {
 	return Finding{Check: check, Severity: Fail, Remedy: remedy, Message: message(format, args)}
 }
 
+// orElse returns the findings, or the one that there is nothing to report.
+func orElse(found []Finding, well Finding) []Finding {
+	if len(found) == 0 {
+		return []Finding{well}
+	}
+	return found
+}
+
 // message formats durations for people.
 func message(format string, args []any) string {
 	args = slices.Clone(args)

@@ -71,8 +71,5 @@ func ReplicationSlots(ctx context.Context, db operator.Querier) []Finding {
 	if err != nil {
 		return broken(check, err)
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "no replication slot and no standby holds dead rows back"))
-	}
-	return found
+	return orElse(found, ok(check, "no replication slot and no standby holds dead rows back"))
 }

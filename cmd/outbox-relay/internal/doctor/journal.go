@@ -41,10 +41,7 @@ func ProgressTopic(ctx context.Context, admin *kadm.Client, name string) []Findi
 		found = append(found, warn(check, "set its cleanup.policy to compact",
 			"it is not compacted: it grows, or loses the progress of an idle shard"))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "one partition, compacted"))
-	}
-	return found
+	return orElse(found, ok(check, "one partition, compacted"))
 }
 
 func text(config kadm.ResourceConfig, name string) string {

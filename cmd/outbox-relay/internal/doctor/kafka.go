@@ -50,10 +50,7 @@ func Brokers(ctx context.Context, admin *kadm.Client, seeds string) []Finding {
 				"broker %d does not answer at %s:%d, the address that the cluster advertises for it: %v", b.NodeID, b.Host, b.Port, v.Err))
 		}
 	}
-	if len(found) == 0 {
-		found = append(found, ok("brokers", "%d of %d brokers answer", len(meta.Brokers), len(meta.Brokers)))
-	}
-	return found
+	return orElse(found, ok("brokers", "%d of %d brokers answer", len(meta.Brokers), len(meta.Brokers)))
 }
 
 // wantedTopic is a topic that rows of the outbox name.
@@ -207,10 +204,7 @@ func topic(config kadm.ResourceConfig, wanted wantedTopic, detail kadm.TopicDeta
 	case knownInSync && inSync == replicas:
 		found = append(found, warn(check, alterTopic(config.Name, "min.insync.replicas", replicas-1)+"   # or add a replica", "min.insync.replicas is %d, as many as it has replicas: while one broker is down, even for a restart, nothing is published", inSync))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "%s, %s", human.Count(len(detail.Partitions), "partition"), human.Count(replicas, "replica")))
-	}
-	return found
+	return orElse(found, ok(check, "%s, %s", human.Count(len(detail.Partitions), "partition"), human.Count(replicas, "replica")))
 }
 
 // relayBytesMax is the largest record that the relay publishes, whatever the topic accepts.

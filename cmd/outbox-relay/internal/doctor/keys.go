@@ -54,11 +54,11 @@ func IdempotencyKeys(ctx context.Context, db operator.Querier, schema string) []
 	}
 	var found []Finding
 	if k.Indeterminate > 0 {
-		found = append(found, warn(check, "outbox-relay keys list --state indeterminate   # then run keys show KEY, ask the foreign system, and run keys retry KEY --call-did-not-happen --why …, or keys finish KEY --status … --window … (or --forever) --why …",
+		found = append(found, warn(check, "outbox-relay keys list --state indeterminate   # then \"outbox-relay keys show\" of each: it has the steps and the commands",
 			"%s requests are indeterminate: it is unknown whether their call happened, and an operator has to decide", bounded(k.Indeterminate)))
 	}
 	if k.Abandoned > 0 {
-		found = append(found, warn(check, "outbox-relay keys list --state abandoned   # keys show KEY says whether a call may have been made; fix the cause, then run keys retry KEY --why …, or keys finish KEY --status … --window … (or --forever) --why …",
+		found = append(found, warn(check, "outbox-relay keys list --state abandoned   # then \"outbox-relay keys show\" of each: it says whether a call may have been made, and has the commands",
 			"%s requests are abandoned: no phase of theirs was done for too long, and an operator has to decide", bounded(k.Abandoned)))
 	}
 	if k.Stuck > 0 {
@@ -66,17 +66,14 @@ func IdempotencyKeys(ctx context.Context, db operator.Querier, schema string) []
 			"%s requests are unfinished, and no process has worked on them for %v: their clients did not return, and no completer runs, or it fails", bounded(k.Stuck), stuckMax))
 	}
 	if k.Failing > 0 {
-		found = append(found, warn(check, "outbox-relay keys list --state running --older-than 1h   # keys show KEY shows the error and what to do",
+		found = append(found, warn(check, "outbox-relay keys list --state running --older-than 1h   # then \"outbox-relay keys show\" of each: it has the error and what to do",
 			"%s requests have been unfinished for more than %v, and are postponed repeatedly: they fail, or no running program knows the phases that they completed", bounded(k.Failing), stuckMax))
 	}
 	if over := age(k.OldestExpiredSeconds); over > expiredMax {
 		found = append(found, warn(check, "outbox-relay keys reap   # and keep a program with Flow.Run or Operation.Run running",
 			"finished keys still exist whose window ended %v ago: no reaper runs, and the table grows", over))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "%d requests are running, none needs a decision", k.Running))
-	}
-	return found
+	return orElse(found, ok(check, "%d requests are running, none needs a decision", k.Running))
 }
 
 func bounded(n int64) string {

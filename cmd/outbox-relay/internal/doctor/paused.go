@@ -35,7 +35,7 @@ func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, sche
 			waiting = human.Count(p.Rows, "row") + " in outbox_dead"
 		}
 		s.Notes = append(s.Notes, fmt.Sprintf("relay %q: topic %s is paused since %s by %s (%s), %s: to end the pause, run \"outbox-relay topics resume %s --relay %s\"",
-			p.Relay, oneLine(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why), waiting, oneLine(p.Topic), oneLine(p.Relay)))
+			p.Relay, oneLine(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why), waiting, human.Word(p.Topic), human.Word(p.Relay)))
 	}
 	return nil
 }
@@ -50,9 +50,9 @@ func (s *Status) deadProblem(r RelayStatus) string {
 	// The pause has ended: they are published by themselves.
 	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead:
 	case paused > 0 && paused+r.Dead["behind"] == dead:
-		return fmt.Sprintf("%s%s of paused topics in outbox_dead: \"outbox-relay topics resume\" publishes them, \"topics list\" shows the topics", atLeast(r.DeadExact), human.Count(dead, "row"))
+		return fmt.Sprintf("%s%s of paused topics in outbox_dead: the notes have the commands that publish them", atLeast(r.DeadExact), human.Count(dead, "row"))
 	case paused > 0:
-		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"; %d more of paused topics: \"outbox-relay topics resume\" publishes them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)
+		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"; %d more of paused topics: the notes have the commands that publish them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)
 	default:
 		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"", atLeast(r.DeadExact), human.Count(dead, "row"))
 	}

@@ -196,7 +196,7 @@ func examineParked(parked []parkedAt, details kadm.TopicDetails) (found []Findin
 		if _, exists := d.Partitions[p.Partition]; listed && d.Err == nil && exists {
 			continue
 		}
-		found = append(found, warn("parked", "outbox-relay parked list --topic "+p.Topic+`   # create the partition, then run parked retry; else decide on each: docs/runbook.md, "Parked messages"`,
+		found = append(found, warn("parked", "outbox-relay parked list --topic "+p.Topic+`   # create the partition, then "outbox-relay parked retry" them; else decide on each: docs/runbook.md, "Parked messages"`,
 			"%s of %s/%d parked, and Kafka does not have that partition: no consumer holds it, so a retry waits forever", human.Count(p.Count, "message"), p.Topic, p.Partition))
 	}
 	return found

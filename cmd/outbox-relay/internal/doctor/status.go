@@ -34,10 +34,10 @@ type Status struct {
 	Positions int64            `json:"positions"` // partitions with a stored position
 	// Consuming has every name that claims. Empty if only one relay was asked for.
 	Consuming []ConsumerStatus `json:"consuming"`
-	// Paused are the topics that an operator paused for a group. Orders are orders to resume at
-	// another position that are not carried out yet.
-	Paused []consumers.Pause `json:"paused"`
-	Orders []consumers.Order `json:"orders"`
+	// Paused are the topics that an operator paused for a group. Requests are those to resume at
+	// another position that are not done yet.
+	Paused   []consumers.Pause   `json:"paused"`
+	Requests []consumers.Request `json:"resume_requests"`
 	// PausedTopics are the topics whose rows a relay does not publish. Paused is about consumers.
 	PausedTopics []PausedTopic `json:"paused_topics"`
 	// KafkaError is why it is unknown which topics of consumers exist. Empty: it is known, or no
@@ -90,7 +90,7 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 		return nil, err
 	}
 	s := &Status{
-		Schema: schema, Problems: []string{}, Notes: []string{}, Replicas: []relays.Replica{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Orders: []consumers.Order{},
+		Schema: schema, Problems: []string{}, Notes: []string{}, Replicas: []relays.Replica{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Requests: []consumers.Request{},
 	}
 	for _, p := range all {
 		s.Relays = append(s.Relays, RelayStatus{Progress: p, RowsPerSecond: rate(opts.Before, p), Dead: map[string]int64{}, DeadExact: true})
@@ -264,8 +264,5 @@ func Pipeline(ctx context.Context, db operator.Querier, schema string, lagAgeMax
 	for _, note := range s.Notes {
 		found = append(found, warn(check, remedy, "%s", note))
 	}
-	if len(found) == 0 {
-		found = append(found, ok(check, "well, with %s and %s", human.Count(len(s.Replicas), "replica"), human.Count(len(s.Consuming), "consumer")))
-	}
-	return found
+	return orElse(found, ok(check, "well, with %s and %s", human.Count(len(s.Replicas), "replica"), human.Count(len(s.Consuming), "consumer")))
 }

@@ -17,8 +17,8 @@ import (
 // ChunkMax bounds how many rows one transaction takes: it holds them locked.
 const ChunkMax = 100
 
-// Order is what an operator wants done with rows.
-type Order struct {
+// Decision is what an operator wants done with rows.
+type Decision struct {
 	operator.By
 	Discard   bool          // else retry
 	WholeKeys bool          // discard also the rows behind them
@@ -26,8 +26,8 @@ type Order struct {
 	WaitMax   time.Duration // how long to follow rows that were handed back; 0: not at all
 }
 
-// what is the order's name in operator_actions.
-func (o *Order) what(k Kind) string {
+// what is the decision's name in operator_actions.
+func (o *Decision) what(k Kind) string {
 	if o.Discard {
 		return string(k) + ".discard"
 	}
@@ -35,7 +35,7 @@ func (o *Order) what(k Kind) string {
 }
 
 // Verb is what is done to a row.
-func (o *Order) Verb() string {
+func (o *Decision) Verb() string {
 	if o.Discard {
 		return "discarded"
 	}
@@ -72,7 +72,7 @@ type Done struct {
 // the relay: they are never handled or published. The key continues with its next row; a message that
 // has a reason of its own waits for an operator. A discard leaves out dead rows that were already
 // handed back.
-func (k Kind) Act(ctx context.Context, db operator.Beginner, schema string, o Order, refs []Ref) (result *Result, err error) {
+func (k Kind) Act(ctx context.Context, db operator.Beginner, schema string, o Decision, refs []Ref) (result *Result, err error) {
 	if len(refs) > ChunkMax {
 		return nil, fmt.Errorf("%d %s %s: want at most %d at once", len(refs), k, k.Words().Rows(), ChunkMax)
 	}
@@ -87,7 +87,7 @@ func (k Kind) Act(ctx context.Context, db operator.Beginner, schema string, o Or
 }
 
 // act locks the rows, decides with a snapshot that is newer than the locks, and records the action.
-func (k Kind) act(ctx context.Context, tx pgx.Tx, schema string, o Order, refs []Ref, began time.Time) (*Result, error) {
+func (k Kind) act(ctx context.Context, tx pgx.Tx, schema string, o Decision, refs []Ref, began time.Time) (*Result, error) {
 	lock := k.sql().lock
 	if o.WholeKeys {
 		lock = k.sql().lockQueues

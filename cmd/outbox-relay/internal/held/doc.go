@@ -7,9 +7,9 @@
 //
 //	refs, err := held.Dead.Choose(ctx, conn, schema, held.Filter{Topic: &topic}, held.TargetsMax)
 //	...
-//	order := held.Order{By: operator.By{Who: "ana", Why: "limit raised"}, WaitMax: time.Minute}
-//	report := held.Dead.NewReport(order, len(refs))
-//	err = held.Dead.Run(ctx, conn, schema, order, refs, report, screen.Step)
+//	decision := held.Decision{By: operator.By{Who: "ana", Why: "limit raised"}, WaitMax: time.Minute}
+//	report := held.Dead.NewReport(decision, len(refs))
+//	err = held.Dead.Run(ctx, conn, schema, decision, refs, report, screen.Step)
 //
 // The rows of one key are a queue in the order of seq: of one relay, topic and key, or of one
 // consumer, topic, partition and key. Only its first row, the head, can be retried; the others

@@ -22,9 +22,9 @@ var (
 	connect = pgtest.Connect
 	exec    = pgtest.Exec
 	ana     = operator.By{Who: "ana@ops", Why: "the limit is raised"}
-	retry   = held.Order{By: ana}
-	discard = held.Order{By: ana, Discard: true}
-	whole   = held.Order{By: ana, Discard: true, WholeKeys: true}
+	retry   = held.Decision{By: ana}
+	discard = held.Decision{By: ana, Discard: true}
+	whole   = held.Decision{By: ana, Discard: true, WholeKeys: true}
 )
 
 func to[T any](v T) *T { return &v }
@@ -102,7 +102,7 @@ func (k kind) left(t *testing.T, conn *pgx.Conn) []string {
 	return all
 }
 
-func (k kind) act(t *testing.T, conn *pgx.Conn, o held.Order, refs ...held.Ref) *held.Result {
+func (k kind) act(t *testing.T, conn *pgx.Conn, o held.Decision, refs ...held.Ref) *held.Result {
 	t.Helper()
 	result, err := k.Act(t.Context(), conn, schema, o, refs)
 	require.NoError(t, err)

@@ -31,7 +31,7 @@ const (
 // matching is a Filter, $1 to $12. A null parameter does not filter; the planner sees the values and
 // removes its condition.
 const matching = `
-WHERE ($1::bigint[] IS NULL OR d.seq = ANY ($1)) AND ($2::uuid IS NULL OR d.id = $2) AND ($3::bytea IS NULL OR d.key = $3)
+WHERE ($1::bigint[] IS NULL OR d.seq = ANY ($1)) AND ($2::uuid[] IS NULL OR d.id = ANY ($2)) AND ($3::bytea IS NULL OR d.key = $3)
   AND ($4::text IS NULL OR d.topic = $4) AND ($5::text IS NULL OR d.relay = $5) AND ($6::text IS NULL OR d.consumer_name = $6) AND ($7::text IS NULL OR d."group" = $7)
   AND ($8::text IS NULL OR d.reason = $8) AND ($9::text IS NULL OR d.state = $9)
   AND ($10::interval IS NULL OR d.held_at < clock_timestamp() - $10) AND ($11::interval IS NULL OR d.held_at > clock_timestamp() - $11)

@@ -1,5 +1,11 @@
 package held
 
+import (
+	"github.com/google/uuid"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+)
+
 // ReasonTooLarge is the only reason of a parked message without a payload.
 const ReasonTooLarge = "too_large"
 
@@ -12,6 +18,30 @@ type Advice struct {
 type reason struct {
 	name string
 	Advice
+}
+
+// commands are what an operator can do about a row, as command lines.
+func (k Kind) commands(r *Row) []string {
+	const prefix = "outbox-relay "
+	of := " --relay " + human.Word(r.Relay)
+	if k == Parked {
+		of = " --consumer " + human.Word(r.Consumer)
+	}
+	command := func(verb string, id uuid.UUID, rest string) string {
+		return prefix + string(k) + " " + verb + " " + id.String() + of + rest
+	}
+	retry, discard := command("retry", r.ID, " --wait"), command("discard", r.ID, " --why …")
+	switch {
+	case r.Head != nil:
+		return []string{command("show", *r.Head, "")}
+	case r.State == "retry":
+		return []string{}
+	case r.Reason == "paused":
+		return []string{prefix + "topics resume " + human.Word(r.Topic) + of}
+	case r.Reason == "unknown_topic", r.Reason == "not_authorized", k == Parked && r.Reason == ReasonTooLarge:
+		return []string{discard}
+	}
+	return []string{retry, discard}
 }
 
 // Reasons returns all reasons that the schema knows.

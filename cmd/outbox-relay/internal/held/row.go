@@ -77,9 +77,9 @@ func (r *Row) At() string {
 
 // Filter selects rows; a nil field does not filter.
 type Filter struct {
-	Name                   string  // of a message, as a person knows it: Find makes it Seqs
-	Seqs                   []int64 // nil: any
-	ID                     *uuid.UUID
+	Name                   string      // of a message, as a person knows it: Find makes it Seqs
+	Seqs                   []int64     // nil: any
+	IDs                    []uuid.UUID // nil: any
 	Key                    human.Key
 	Topic, Relay           *string
 	Consumer, Group        *string // of parked messages
@@ -90,7 +90,7 @@ type Filter struct {
 }
 
 // Named reports whether the filter names rows by their ID or place.
-func (f *Filter) Named() bool { return f.Name != "" || f.ID != nil || f.Seqs != nil }
+func (f *Filter) Named() bool { return f.Name != "" || f.IDs != nil || f.Seqs != nil }
 
 // Narrows reports whether the filter selects by more than the relay.
 func (f *Filter) Narrows() bool {
@@ -98,8 +98,12 @@ func (f *Filter) Narrows() bool {
 }
 
 func (f *Filter) args(behind bool, more ...any) []any {
+	var ids [][16]byte
+	for _, id := range f.IDs {
+		ids = append(ids, id)
+	}
 	return append([]any{
-		f.Seqs, (*[16]byte)(f.ID), []byte(f.Key), f.Topic, f.Relay, f.Consumer, f.Group, f.Reason, f.State, f.OlderThan, f.YoungerThan, f.Behind || behind,
+		f.Seqs, ids, []byte(f.Key), f.Topic, f.Relay, f.Consumer, f.Group, f.Reason, f.State, f.OlderThan, f.YoungerThan, f.Behind || behind,
 	}, more...)
 }
 
@@ -111,7 +115,7 @@ func (k Kind) SetID(f *Filter, text string) error {
 		return nil
 	}
 	if id, err := uuid.Parse(text); err == nil {
-		f.ID = &id
+		f.IDs = []uuid.UUID{id}
 		return nil
 	}
 	seq, err := strconv.ParseInt(text, 10, 64)
@@ -190,6 +194,7 @@ type Detail struct {
 	Next       []Row             `json:"next"`        // rows behind it, at most 20, without their Behind and Head
 	Actions    []operator.Action `json:"actions"`     // of operators on this ID, the newest first, at most 20
 	Advice
+	Commands []string `json:"commands"` // what an operator can do, with "…" for what only a person knows
 }
 
 // Show reads a row with up to payloadMax bytes of its payload, or ErrNotFound.
@@ -202,7 +207,7 @@ func (k Kind) Show(ctx context.Context, db operator.Querier, schema string, ref 
 		return nil, err
 	}
 	d := &found[0]
-	d.Advice, d.Headers = k.Advice(d.Reason), hide(d.Headers)
+	d.Advice, d.Commands, d.Headers = k.Advice(d.Reason), k.commands(&d.Row), hide(d.Headers)
 	if d.Next, err = read[Row](ctx, db, k, schema, k.sql().next, ref.Relay, ref.Seq, nextMax); err != nil {
 		return nil, err
 	}

@@ -119,7 +119,7 @@ func TestProgramInTheMiddleWins(t *testing.T) {
 	const released = "UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'unknown_topic' AND state = 'held'"
 	for name, c := range map[string]struct {
 		k              kind
-		order          held.Order
+		order          held.Decision
 		program        string
 		rows, left     []string
 		done, retrying int

@@ -16,7 +16,7 @@ import (
 // waitEvery is the interval at which a wait polls.
 const waitEvery = 250 * time.Millisecond
 
-// Report is what an order did.
+// Report is what was done.
 type Report struct {
 	What      string      `json:"what"`
 	DryRun    bool        `json:"dry_run"`
@@ -30,8 +30,8 @@ type Report struct {
 	Waited    *Progress   `json:"waited"`     // null: it was not waited for
 }
 
-// NewReport is the report of an order on that many rows, before it is run.
-func (k Kind) NewReport(o Order, matched int) *Report {
+// NewReport is the report of a decision on that many rows, before it is carried out.
+func (k Kind) NewReport(o Decision, matched int) *Report {
 	return &Report{What: o.what(k), Matched: matched, Retrying: []uuid.UUID{}, NoPayload: []uuid.UUID{}, Behind: []uuid.UUID{}}
 }
 
@@ -56,10 +56,10 @@ func (k Kind) Choose(ctx context.Context, db operator.Querier, schema string, fi
 	return refs, nil
 }
 
-// Run carries out an order in small transactions, at its rate, and then follows the rows that it
+// Run carries out a decision in small transactions, at its rate, and then follows the rows that it
 // handed back until none is pending, for at most WaitMax. It adds to the report, also before an
 // error: earlier transactions are committed. step is called with the progress, for people.
-func (k Kind) Run(ctx context.Context, conn *pgx.Conn, schema string, o Order, refs []Ref, report *Report, step func(format string, args ...any)) error {
+func (k Kind) Run(ctx context.Context, conn *pgx.Conn, schema string, o Decision, refs []Ref, report *Report, step func(format string, args ...any)) error {
 	chunk, pace := ChunkMax, time.NewTicker(time.Hour)
 	defer pace.Stop()
 	if o.Rate > 0 {

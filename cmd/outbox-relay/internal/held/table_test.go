@@ -82,7 +82,7 @@ func TestActionsAreWrittenDown(t *testing.T) {
 		exec(t, conn, "UPDATE "+k.relation+" SET state = $1 WHERE state <> 'discard'", k.held)
 		before := k.left(t, conn)
 		require.Len(t, before, 2)
-		for _, order := range []held.Order{retry, discard, whole} {
+		for _, order := range []held.Decision{retry, discard, whole} {
 			_, err = k.Act(t.Context(), conn, schema, order, places)
 			require.Error(t, err)
 		}
@@ -352,7 +352,7 @@ func operateDead(ctx context.Context, conn *pgx.Conn, random *rand.Rand) error {
 		_, err = dead.Act(ctx, conn, schema, retry, places)
 		return err
 	}
-	_, err = dead.Act(ctx, conn, schema, held.Order{By: ana, Discard: true, WholeKeys: random.IntN(20) == 0}, places[:min(len(places), 2)])
+	_, err = dead.Act(ctx, conn, schema, held.Decision{By: ana, Discard: true, WholeKeys: random.IntN(20) == 0}, places[:min(len(places), 2)])
 	return err
 }
 

@@ -3,6 +3,7 @@ package human
 
 import (
 	"fmt"
+	"regexp"
 	"strconv"
 	"strings"
 	"time"
@@ -63,6 +64,16 @@ func Exact(d time.Duration) string {
 	}
 	return text.String()
 }
+
+// Word quotes a name for a shell, where that is needed.
+func Word(name string) string {
+	if plainWord.MatchString(name) {
+		return name
+	}
+	return "'" + strings.ReplaceAll(name, "'", `'\''`) + "'"
+}
+
+var plainWord = regexp.MustCompile(`^[A-Za-z0-9_./:@-]+$`)
 
 // Seconds formats a number of seconds as Duration does.
 func Seconds(n float64) string { return Duration(time.Duration(n * float64(time.Second))) }

@@ -28,7 +28,7 @@ type Explanation struct {
 	// Requests are those whose idempotency key was asked for, and those that published the message.
 	Requests []keys.Row `json:"requests"`
 	Outbox   []Row      `json:"outbox"`
-	Dead     []Dead     `json:"dead"`
+	Dead     []held.Row `json:"dead"`
 	// Scheduled are scheduled messages. The relay moves them to the outbox, under the same ID, when
 	// they are due.
 	Scheduled []Scheduled `json:"scheduled"`
@@ -69,20 +69,6 @@ const (
 	StateWaiting   = "waiting"
 	StateDead      = "dead"
 )
-
-// Dead is a row of outbox_dead.
-type Dead struct {
-	Relay    string    `json:"relay"`
-	Seq      int64     `json:"seq"`
-	ID       uuid.UUID `json:"id"`
-	Topic    string    `json:"topic"`
-	Key      human.Key `json:"key"`
-	Reason   string    `json:"reason"`
-	Error    string    `json:"error"`
-	Attempts int32     `json:"attempts"`
-	State    string    `json:"state"`
-	DiedAt   time.Time `json:"died_at"`
-}
 
 // Scheduled is a row of outbox_scheduled.
 type Scheduled struct {
@@ -244,7 +230,7 @@ func (e *explainer) readRows(ctx context.Context) error {
 	}
 	rows, err := e.rows(ctx, fresh, 0)
 	e.out.Outbox = append(e.out.Outbox, rows...)
-	dead, deadErr := e.dead(ctx, fresh)
+	dead, deadErr := held.Dead.List(ctx, e.db, e.Schema, held.Filter{IDs: fresh, Behind: true}, rowsMax)
 	e.out.Dead = append(e.out.Dead, dead...)
 	scheduled, scheduledErr := e.scheduled(ctx, fresh)
 	e.out.Scheduled = append(e.out.Scheduled, scheduled...)

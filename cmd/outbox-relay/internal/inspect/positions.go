@@ -49,7 +49,7 @@ type Position struct {
 	AgeSeconds float64    `json:"age_seconds"` // since it moved
 	Trouble    string     `json:"trouble"`
 	Paused     bool       `json:"paused"` // by an operator
-	// An operator's order that is not carried out yet; -2: earliest, -1: latest
+	// Where an operator requested to resume, which is not done yet; -2: earliest, -1: latest
 	ResumeAt *int64 `json:"resume_at"`
 }
 

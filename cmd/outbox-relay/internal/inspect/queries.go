@@ -14,10 +14,6 @@ WITH ` + pipeline.CutCTE + `
 SELECT o.seq FROM effectonce.outbox o ` + pipeline.CutJoin + `
 WHERE o.seq = ANY ($7::bigint[]) AND ` + pipeline.CutPublished
 
-const deadSQL = `-- inspect.dead
-SELECT relay, seq, id, topic, key, reason, error, attempts, state, died_at
-FROM effectonce.outbox_dead WHERE id = ANY ($1::uuid[]) ORDER BY relay, seq LIMIT 1000`
-
 const scheduledSQL = `-- inspect.scheduled
 SELECT id, topic, key, due_at, created_at, octet_length(payload)::bigint, greatest(extract(epoch FROM clock_timestamp() - greatest(least(due_at, '2200-01-01'), '1970-01-01')), 0)::float8, refused
 FROM effectonce.outbox_scheduled WHERE id = ANY ($1::uuid[]) ORDER BY due_at, id, topic LIMIT 1000`

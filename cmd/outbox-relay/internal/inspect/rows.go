@@ -17,6 +17,9 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
+// rowsMax bounds how many rows of a kind are found.
+const rowsMax = 1000
+
 // asBytes converts IDs to statement arguments.
 func asBytes(ids []uuid.UUID) [][16]byte {
 	all := make([][16]byte, len(ids))
@@ -36,13 +39,6 @@ func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]R
 		r := Row{States: map[string]string{}}
 		return r, row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
 	}, asBytes(ids), above)
-}
-
-func (e *explainer) dead(ctx context.Context, ids []uuid.UUID) ([]Dead, error) {
-	return query(ctx, e, "dead rows", deadSQL, func(row pgx.CollectableRow) (d Dead, err error) {
-		err = row.Scan(&d.Relay, &d.Seq, (*[16]byte)(&d.ID), &d.Topic, (*[]byte)(&d.Key), &d.Reason, &d.Error, &d.Attempts, &d.State, &d.DiedAt)
-		return d, err
-	}, asBytes(ids))
 }
 
 func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {

@@ -92,7 +92,7 @@ func (e *explainer) targets(ctx context.Context) (all []target, err error) {
 			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key, keyed: row.Key != nil})
 		}
 		for _, row := range e.out.Dead {
-			all = append(all, target{topic: row.Topic, since: row.DiedAt.Add(-24 * time.Hour), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.HeldAt.Add(-24 * time.Hour), key: row.Key, keyed: row.Key != nil})
 		}
 		for _, row := range e.out.Scheduled { // a scheduled message is in no topic
 			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key, keyed: row.Key != nil})

@@ -202,7 +202,7 @@ func unlockRemedy(was Row) string {
 	case Running:
 		return "its lock is free: " + goesOn(was)
 	}
-	return "it is " + was.State + ", so its lock is free: decide with \"outbox-relay keys retry\" or \"keys finish\"; \"keys show\" shows what to find out first"
+	return "it is " + was.State + ", so its lock is free, and a person decides: \"outbox-relay keys show\" has what to find out first, and the commands"
 }
 
 func retryRemedy(was Row) string {

@@ -48,9 +48,9 @@ func TestActionsFitTheState(t *testing.T) {
 		{"put off", "its lock is free", "running already", done},
 		{"finished", "never changed", "never changed", "never changed"},
 		{"over", "never changed", "never changed", "never changed"},
-		{"indeterminate", "keys retry", done, done},
-		{"abandoned", "keys retry", done, done},
-		{"work", "keys retry", done, done},
+		{"indeterminate", "keys show", done, done},
+		{"abandoned", "keys show", done, done},
+		{"work", "keys show", done, done},
 	} {
 		for what, want := range map[string]string{"unlock": c.unlock, "retry": c.retry, "finish": c.finish} {
 			name := what + " " + c.state

@@ -3,6 +3,7 @@ package metrics
 import (
 	"context"
 	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/prometheus/client_golang/prometheus"
@@ -49,12 +50,7 @@ func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, 
 	for _, s := range shards {
 		waiting, oldest = waiting+s.Waiting, max(oldest, s.OldestWaitingSeconds)
 	}
-	rows, err := gauge(m.database.pending, float64(waiting), m.cfg.Relay)
-	if err != nil {
-		return nil, err
-	}
-	age, err := gauge(m.database.oldest, oldest, m.cfg.Relay)
-	return []prometheus.Metric{rows, age}, err
+	return []prometheus.Metric{gauge(m.database.pending, float64(waiting), m.cfg.Relay), gauge(m.database.oldest, oldest, m.cfg.Relay)}, nil
 }
 
 func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
@@ -62,32 +58,27 @@ func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric
 	if err != nil {
 		return nil, err
 	}
-	count, err := gauge(m.database.scheduled, float64(s.Count))
-	if err != nil {
-		return nil, err
-	}
-	overdue, err := gauge(m.database.overdue, s.OldestOverdueSeconds)
-	return []prometheus.Metric{count, overdue}, err
+	return []prometheus.Metric{gauge(m.database.scheduled, float64(s.Count)), gauge(m.database.overdue, s.OldestOverdueSeconds)}, nil
 }
 
-func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
+func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
 	k, err := doctor.ReadKeys(ctx, tx, m.cfg.Schema)
 	if err != nil {
 		return nil, err
 	}
+	values := []prometheus.Metric{gauge(m.database.unfinished, k.OldestUnfinishedSeconds)}
 	for state, n := range map[string]int64{"running": k.Running, "indeterminate": k.Indeterminate, "abandoned": k.Abandoned} {
-		value, err := gauge(m.database.keys, float64(n), state)
-		if err != nil {
-			return nil, err
-		}
-		values = append(values, value)
+		values = append(values, gauge(m.database.keys, float64(n), state))
 	}
-	oldest, err := gauge(m.database.unfinished, k.OldestUnfinishedSeconds)
-	return append(values, oldest), err
+	return values, nil
 }
 
-func gauge(desc *prometheus.Desc, value float64, labels ...string) (prometheus.Metric, error) {
-	return prometheus.NewConstMetric(desc, prometheus.GaugeValue, value, labels...)
+// gauge makes labels UTF-8, which a database with another encoding may not have.
+func gauge(desc *prometheus.Desc, value float64, labels ...string) prometheus.Metric {
+	for i, label := range labels {
+		labels[i] = strings.ToValidUTF8(label, "\uFFFD")
+	}
+	return prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, labels...)
 }
 
 // query reads rows of labels and, last, a value; it leaves out nulls. first are labels that all
@@ -108,9 +99,8 @@ func (m *Metrics) query(desc *prometheus.Desc, sql string, first []string, args 
 			if err := row.Scan(append(into, &value)...); err != nil || value == nil {
 				return struct{}{}, err
 			}
-			metric, err := gauge(desc, *value, slices.Concat(first, labels)...)
-			values = append(values, metric)
-			return struct{}{}, err
+			values = append(values, gauge(desc, *value, slices.Concat(first, labels)...))
+			return struct{}{}, nil
 		})
 		return values, err
 	}

@@ -109,15 +109,19 @@ func New(cfg Config) *Metrics {
 
 // Hooks returns the callbacks through which the relay counts, and its state is kept.
 func (m *Metrics) Hooks() relay.Hooks {
-	return m.cfg.State.Hooks(relay.Hooks{
-		Delivered:   m.delivered,
-		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
-		Lease:       func(int16, bool) { m.leases.Inc() },
-		Interrupted: func(error) { m.interruptions.Inc() },
-		TruncateWaits: func(slot int16, waiting time.Duration) {
-			m.truncateWaits.WithLabelValues(strconv.Itoa(int(slot))).Set(waiting.Seconds())
-		},
-	})
+	hooks := m.cfg.State.Hooks()
+	leased := hooks.Lease
+	hooks.Delivered = m.delivered
+	hooks.Dead = func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() }
+	hooks.Lease = func(shard int16, held bool) {
+		m.leases.Inc()
+		leased(shard, held)
+	}
+	hooks.Interrupted = func(error) { m.interruptions.Inc() }
+	hooks.TruncateWaits = func(slot int16, waiting time.Duration) {
+		m.truncateWaits.WithLabelValues(strconv.Itoa(int(slot))).Set(waiting.Seconds())
+	}
+	return hooks
 }
 
 func (m *Metrics) delivered(topic string, created []time.Time) {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -245,4 +246,15 @@ func TestNoValueIsStale(t *testing.T) {
 	assert.Contains(t, s, "effectonce_outbox_table_bytes", "what is read after them does not wait as long")
 	require.NoError(t, tx.Rollback(t.Context()))
 	await(t, m, "the dead row once more", func(s series) bool { return s[dead] == 1 })
+}
+
+// The state of the health checks has a lease. A name that is no UTF-8, which a database with another encoding may
+// have, does not end the process.
+func TestALeaseIsKeptAndLabelsAreUTF8(t *testing.T) {
+	t.Parallel()
+	state := monitor.NewState()
+	metrics.New(metrics.Config{Relay: "default", Schema: "effectonce", State: state}).Hooks().Lease(3, true)
+	owned, _, _ := state.Shards()
+	assert.Equal(t, 1, owned)
+	assert.NotPanics(t, func() { metrics.Gauge(prometheus.NewDesc("rows", "Rows.", []string{"topic"}, nil), 1, "caf\xe9") })
 }

@@ -1,7 +1,7 @@
 // Package monitor reports over HTTP the state of one replica of the relay.
 //
 //	state := monitor.NewState()
-//	config.Hooks = state.Hooks(config.Hooks)
+//	config.Hooks = state.Hooks()
 //	server := monitor.New(monitor.Config{State: state, Relay: "default", Schema: "effectonce", Metrics: handler})
 //	...
 //	go server.Run(ctx, listener)

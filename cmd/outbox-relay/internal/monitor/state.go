@@ -41,46 +41,25 @@ func NewState() *State {
 	return &State{stuckAfter: stuckAfter, owned: map[int16]bool{}, hung: map[int16]bool{}, turn: time.Now()}
 }
 
-// Hooks returns callbacks that update the state, and then call next.
-func (s *State) Hooks(next relay.Hooks) relay.Hooks {
-	hooks := next
-	hooks.Heartbeat = func() {
-		s.turned()
-		if next.Heartbeat != nil {
-			next.Heartbeat()
-		}
+// Hooks returns callbacks that update the state.
+func (s *State) Hooks() relay.Hooks {
+	return relay.Hooks{
+		Heartbeat: func() { s.set(func() { s.turn = time.Now() }) },
+		Lease: func(shard int16, held bool) {
+			s.set(func() {
+				s.turn = time.Now()
+				mark(s.owned, shard, held)
+			})
+		},
+		Away: func(why error) { s.set(func() { s.away = why != nil }) },
+		Hung: func(shard int16, hung bool) { s.set(func() { mark(s.hung, shard, hung) }) },
 	}
-	hooks.Lease = func(shard int16, held bool) {
-		s.lease(shard, held)
-		if next.Lease != nil {
-			next.Lease(shard, held)
-		}
-	}
-	hooks.Away = func(why error) {
-		s.setAway(why != nil)
-		if next.Away != nil {
-			next.Away(why)
-		}
-	}
-	hooks.Hung = func(shard int16, hung bool) {
-		s.setHung(shard, hung)
-		if next.Hung != nil {
-			next.Hung(shard, hung)
-		}
-	}
-	return hooks
 }
 
-func (s *State) setAway(away bool) {
+func (s *State) set(change func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.away = away
-}
-
-func (s *State) setHung(shard int16, hung bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	mark(s.hung, shard, hung)
+	change()
 }
 
 func mark(shards map[int16]bool, shard int16, in bool) {
@@ -91,19 +70,6 @@ func mark(shards map[int16]bool, shard int16, in bool) {
 	}
 }
 
-func (s *State) turned() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.turn = time.Now()
-}
-
-func (s *State) lease(shard int16, held bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.turn = time.Now()
-	mark(s.owned, shard, held)
-}
-
 // Running records that the relay is set up and begins to work.
 func (s *State) Running() { s.enter(running) }
 
@@ -112,10 +78,7 @@ func (s *State) Draining() { s.enter(draining) }
 
 // enter never returns to an earlier phase: a stop may come before the start is complete.
 func (s *State) enter(next phase) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.phase = max(s.phase, next)
-	s.turn = time.Now()
+	s.set(func() { s.phase, s.turn = max(s.phase, next), time.Now() })
 }
 
 // stuck returns why the process has to be restarted, or an empty text. One hung shard is enough,

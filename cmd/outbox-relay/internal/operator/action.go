@@ -35,6 +35,41 @@ func (a *Action) By() string {
 	return a.Who + " (" + *a.Stated + ")"
 }
 
+// Choice describes in one line what was decided, where What leaves that open.
+func (a *Action) Choice() string {
+	var subject struct {
+		Happened     bool    `json:"call_happened"`
+		DidNotHappen bool    `json:"call_did_not_happen"`
+		Status       *int    `json:"status"`
+		ResumeAt     *string `json:"resume_at"`
+		IDRule       string  `json:"id_rule"`
+		Shards       int     `json:"shards"`
+		Rows         int64   `json:"rows"`
+	}
+	if json.Unmarshal(a.Subject, &subject) != nil {
+		return ""
+	}
+	switch {
+	case a.What == "key.retry" && subject.Happened:
+		return "the call happened"
+	case a.What == "key.retry" && subject.DidNotHappen:
+		return "the call did not happen"
+	case a.What == "key.finish" && subject.Status != nil:
+		return fmt.Sprintf("status %d", *subject.Status)
+	case a.What == "consumer.resume_at" && subject.ResumeAt != nil:
+		return "at " + *subject.ResumeAt
+	case a.What == "consumer.resume_at":
+		return "canceled"
+	case a.What == "consumer.id_rule":
+		return subject.IDRule
+	case a.What == "relay.shards":
+		return human.Count(subject.Shards, "shard")
+	case a.What == "replay":
+		return human.Count(subject.Rows, "row")
+	}
+	return ""
+}
+
 // Object describes in one line what an action was done to: the message, the idempotency key as logs
 // show it, or else the place in Kafka. Empty: the action has none of these.
 func (a *Action) Object() string {

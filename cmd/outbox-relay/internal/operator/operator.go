@@ -85,7 +85,7 @@ func Change(ctx context.Context, db Beginner, work func(tx pgx.Tx, began time.Ti
 	}
 }
 
-// Note records who gave an order, and why. subject says what it was about, and holds no secrets.
+// Note records who did what, and why. subject says what it was about, and holds no secrets.
 func Note(ctx context.Context, tx pgx.Tx, schema string, by By, what string, subject map[string]any) error {
 	text, err := json.Marshal(subject)
 	if err == nil {

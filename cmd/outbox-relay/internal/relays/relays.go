@@ -66,7 +66,7 @@ func Replicas(ctx context.Context, db operator.Querier, schema string) ([]Replic
 var (
 	ErrUnknown = errors.New("no relay has this name")
 	ErrLive    = errors.New("replicas of this relay are running or standing by: stop all of them first")
-	ErrDead    = errors.New("it has rows in outbox_dead, which no other relay publishes: decide on them first, with \"outbox-relay dead list\" and \"dead discard\"")
+	ErrDead    = errors.New("it has rows in outbox_dead, which no other relay publishes: decide on them first, with \"outbox-relay dead list\" and \"outbox-relay dead discard\"")
 )
 
 // Deleted is what was deleted. Rows that the relay has not published are not published, unless

@@ -19,6 +19,11 @@ func Clip(text string, width int) string {
 	return string(runes)
 }
 
+// Line makes a text one line, without cutting it.
+func Line(text string) string {
+	return Printable(strings.ReplaceAll(strings.TrimSpace(text), "\n", "; "))
+}
+
 // Say writes a text that Fill formats.
 func Say(w io.Writer, format string, args ...any) error { return Write(w, Fill(format, args...)) }
 

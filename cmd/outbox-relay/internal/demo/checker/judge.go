@@ -49,20 +49,20 @@ type Evidence struct {
 
 // Verdict counts the differences. If all fields from Undelivered on are zero, the promise is kept.
 type Verdict struct {
-	Orders              int // committed by the shop
-	Delivered           int // orders that are in the topic at least once
-	Records             int // records in the topic
-	DuplicatesDelivered int // records beyond the first of their message ID
-	Effects             int // rows of effects
+	Orders              int `json:"orders"`               // committed by the shop
+	Delivered           int `json:"delivered"`            // orders that are in the topic at least once
+	Records             int `json:"records"`              // records in the topic
+	DuplicatesDelivered int `json:"duplicates_delivered"` // records beyond the first of their message ID
+	Effects             int `json:"effects"`              // rows of effects
 
-	Undelivered   int // orders that are not in the topic
-	Lost          int // orders without an effect
-	Doubled       int // effects beyond the first of their order
-	OutOfOrder    int // first occurrences, in the topic or as an effect, behind a later version of their key
-	Phantoms      int // records and effects whose content no order has
-	WrongBalances int // keys whose balance is not the sum of their orders
+	Undelivered   int `json:"undelivered"`    // orders that are not in the topic
+	Lost          int `json:"lost"`           // orders without an effect
+	Doubled       int `json:"doubled"`        // effects beyond the first of their order
+	OutOfOrder    int `json:"out_of_order"`   // first occurrences, in the topic or as an effect, behind a later version of their key
+	Phantoms      int `json:"phantoms"`       // records and effects whose content no order has
+	WrongBalances int `json:"wrong_balances"` // keys whose balance is not the sum of their orders
 
-	Examples []string // the first few differences as text
+	Examples []string `json:"examples,omitempty"` // the first few differences as text
 }
 
 // Held reports whether every order had its effect exactly once and in order, and nothing else

@@ -1,0 +1,3 @@
+package metrics
+
+var Gauge = gauge

@@ -38,7 +38,7 @@ func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
 }
 
 // HoldAt takes a partition over where Kafka first said that it ends at one offset, and then at another one.
-func (e *Engine) HoldAt(ctx context.Context, number int32, end, then int64) (at int64, halt error, err error) {
+func (e *Engine) HoldAt(ctx context.Context, number int32, end, then int64) (at int64, halt, err error) {
 	h := e.c.newHold(topicPartition{e.c.cfg.Topics[0], number})
 	h.log = &topicLog{end: end}
 	err = e.c.hold(ctx, []*hold{h}, func(_ context.Context, again []*hold) error {

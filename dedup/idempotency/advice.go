@@ -6,8 +6,7 @@ import (
 	"unicode"
 )
 
-// Weakness is a reason why two requests could get the same key by chance, or an attacker could
-// guess one.
+// Weakness is a reason why two requests could get the same key by chance, or an attacker guess one.
 type Weakness string
 
 // The weaknesses.

@@ -207,7 +207,7 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 }
 
 // Property: outcomes, recovery points and the record of a call that must not be repeated are
-// durable before they are acted on, also if the role's synchronous_commit is off.
+// durable before they are acted on, also if the role's synchronous_commit is off, or the work's own.
 func TestWhatIsActedOnIsDurable(t *testing.T) {
 	t.Parallel()
 	wide, b := newPool(t), newBank(t)
@@ -222,6 +222,11 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	pool := pgtest.PoolOf(t, config)
 	op := newOperation(t, pool, idempotency.Config{})
 	_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
+	require.NoError(t, err)
+	_, err = op.Once(t.Context(), key("set"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		_, err := tx.Exec(ctx, `SET LOCAL synchronous_commit = off`)
+		return idempotency.Response{Status: 201}, err
+	})
 	require.NoError(t, err)
 	cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 		return u.Continue(u.State), nil
@@ -244,7 +249,7 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	require.Equal(t, 1, decided)
 	_, err = flow.Do(t.Context(), key("unknown"), nil)
 	require.NoError(t, err)
-	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
+	require.Equal(t, 5, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
 }
 
 // Property: replicas that complete concurrently finish the flows that clients gave up, each once,

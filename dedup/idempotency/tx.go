@@ -31,7 +31,8 @@ type transaction struct {
 
 	guarded     bool // see handlertx.GuardSQL
 	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
-	lasting     bool // the session is changed: the connection is not used again
+	changed     bool // the work changed its settings
+	lasting     bool // and the session: the connection is not used again
 }
 
 var (
@@ -81,9 +82,8 @@ func (t *transaction) Leave(error) {
 
 // Statement implements handlertx.Gate. What the work changes of its session must not reach other requests.
 func (t *transaction) Statement(sql string) {
-	if _, lasts := handlertx.Session(sql); lasts {
-		t.lasting = true
-	}
+	changes, lasts := handlertx.Session(sql)
+	t.changed, t.lasting = t.changed || changes, t.lasting || lasts
 }
 
 // Misused implements handlertx.Gate.
@@ -205,6 +205,9 @@ func (t *transaction) cut() {
 // in time, commit returns and leaves the connection to a goroutine.
 func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
 	batch := &pgx.Batch{}
+	if t.changed {
+		t.o.queueLimits(batch, t.o.cfg.LockTimeout)
+	}
 	last(batch)
 	if t.guarded {
 		batch.Queue(handlertx.CloseGuardSQL)
@@ -284,8 +287,7 @@ func (t *transaction) release(ctx context.Context, pooled *pgxpool.Conn) {
 	pooled.Release()
 }
 
-// rollback rolls back. If the connection does not answer, the pool closes it and the server rolls
-// back.
+// rollback rolls back. If the connection does not answer, the pool closes it and the server rolls back.
 func rollback(ctx context.Context, conn *pgx.Conn) {
 	if conn.IsClosed() || conn.PgConn().TxStatus() == 'I' {
 		return

@@ -593,25 +593,3 @@ func TestDiscardedRowIsNotPublishedAgain(t *testing.T) {
 		})
 	}
 }
-
-// Property: the topics that rows wait for are asked for less often while nothing changes, and at once after
-// rows became dead; rows that an operator released are found by each poll. Row O42 of guarantees.md.
-func TestTopicsOfDeadRowsAreAskedForLessOften(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "a test"}, 0, "orders")
-	require.NoError(t, err)
-	insert(t, pool, "orders", "k", "1")
-	var released, topics int
-	sink := newSinkRelay(t, traced(t, pool, pgtest.Statements(func(sql string) {
-		released += strings.Count(sql, "-- relay.released")
-		topics += strings.Count(sql, "-- relay.waiting_topics")
-	})), &receiver{}, relay.Config{})
-	drain(t, sink)
-	require.Equal(t, 1, dead(t, pool))
-	released, topics = 0, 0
-	require.NoError(t, sink.LooksAtDeadRows(t.Context(), 20, func() {
-		require.Equal(t, []int{20, 8}, []int{released, topics}) // rounds 1 to 5, 10, 15 and 20
-		released, topics = 0, 0
-	}))
-}

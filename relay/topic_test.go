@@ -5,6 +5,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"strings"
 	"testing"
 	"time"
 
@@ -415,4 +416,26 @@ func TestWaitingRowsAreTriedWhenTheyMayLeave(t *testing.T) {
 	insert(t, pool, "missing", "k", "4")
 	looks(1, as(""))
 	looks(0, func() *relay.Relay { return newSinkRelay(t, pool, &receiver{}, relay.Config{}) })
+}
+
+// Property: the topics that rows wait for are asked for less often while nothing changes, and at once after
+// rows became dead; rows that an operator released are found by each poll. Row O42 of guarantees.md.
+func TestTopicsOfDeadRowsAreAskedForLessOften(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "a test"}, 0, "orders")
+	require.NoError(t, err)
+	insert(t, pool, "orders", "k", "1")
+	var released, topics int
+	sink := newSinkRelay(t, traced(t, pool, pgtest.Statements(func(sql string) {
+		released += strings.Count(sql, "-- relay.released")
+		topics += strings.Count(sql, "-- relay.waiting_topics")
+	})), &receiver{}, relay.Config{})
+	drain(t, sink)
+	require.Equal(t, 1, dead(t, pool))
+	released, topics = 0, 0
+	require.NoError(t, sink.LooksAtDeadRows(t.Context(), 20, func() {
+		require.Equal(t, []int{20, 8}, []int{released, topics}) // rounds 1 to 5, 10, 15 and 20
+		released, topics = 0, 0
+	}))
 }

@@ -103,18 +103,20 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 	if err != nil {
 		return nil, err
 	}
-	for {
+	for open := map[int32]int64(nil); ; {
 		committed, err := admin.ListCommittedOffsets(ctx, topic)
-		if err != nil {
+		if err != nil && (ctx.Err() == nil || len(open) == 0) {
 			return nil, err
 		}
-		open := map[int32]int64{}
+		if err == nil {
+			open = map[int32]int64{}
+		}
 		all.Each(func(end kadm.ListedOffset) {
 			if c, ok := committed.Lookup(topic, end.Partition); ok && c.Offset < end.Offset {
 				open[end.Partition] = c.Offset
 			}
 		})
-		if len(open) == 0 {
+		if err == nil && len(open) == 0 {
 			return committed, nil
 		}
 		if !pause.For(ctx, markedEvery) {

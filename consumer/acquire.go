@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
 // acquisitionMax bounds one attempt to acquire partitions, so that a request that hangs is abandoned
@@ -248,8 +249,11 @@ const refusalMin = time.Second
 
 // hold begins a new epoch for each partition, decides where it begins and stores the decision, all
 // in one transaction. It locks the rows before it decides, and asks Kafka again about a position beyond
-// the end of the topic: its holder may have advanced after Kafka's answer, and cannot any more.
+// the end of the topic: its holder may have advanced after Kafka's answer, and cannot any more. A stop waits
+// a moment for the answer: an acquisition that is stored, and not released, looks like a crash.
 func (c *Consumer) hold(ctx context.Context, holds []*hold, ask func(context.Context, []*hold) error) error {
+	ctx, cancel := pause.Outlast(context.WithoutCancel(ctx), ctx, commitGrace)
+	defer cancel()
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
 	err := pgx.BeginTxFunc(ctx, c.pool, options, func(tx pgx.Tx) error {
 		if err := c.lockPositions(ctx, tx, holds); err != nil {

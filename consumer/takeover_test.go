@@ -422,3 +422,22 @@ func TestHolderThatAdvancesMeanwhileIsNoLossOfTheEnd(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorContains(t, halt, "ends at offset 5, but was consumed up to 7")
 }
+
+// Property: a stop that interrupts an acquisition waits for its answer, so that the partition is released:
+// otherwise its next holder would try messages alone that nobody has begun. Row C11 of guarantees.md.
+func TestStoppedAcquisitionIsAnswered(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	e := consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic}})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := e.Hold(ctx, 0)
+	require.NoError(t, err)
+	locked, err := h.pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = locked.Rollback(context.WithoutCancel(t.Context())) }()
+	_, err = locked.Exec(t.Context(), `SELECT FROM effectonce.consumer_positions FOR UPDATE`)
+	require.NoError(t, err)
+	_, err = e.Hold(ctx, 0)
+	require.ErrorIs(t, err, context.Canceled, "not for long")
+}

@@ -222,18 +222,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 // answer. The server could execute an interrupted one after the leases are released.
 func (r *Relay) answered(ctx context.Context, most time.Duration) (context.Context, context.CancelFunc) {
 	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), most)
-	lasting, stop := outlast(limited, ctx, time.Second)
-	return lasting, func() { stop(); cancel() }
-}
-
-// outlast returns a context that ends with base, and some time after ctx.
-func outlast(base, ctx context.Context, by time.Duration) (context.Context, context.CancelFunc) {
-	lasting, cancel := context.WithCancel(base)
-	stop := context.AfterFunc(ctx, func() {
-		if pause.For(lasting, by) {
-			cancel()
-		}
-	})
+	lasting, stop := pause.Outlast(limited, ctx, time.Second)
 	return lasting, func() { stop(); cancel() }
 }
 

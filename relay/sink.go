@@ -8,6 +8,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -107,7 +108,7 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 func (t toSink) handOver(work, reading context.Context, rows []*row, records []*kgo.Record) (int, error) {
 	limited, cancel := context.WithTimeout(work, t.cfg.Lease)
 	defer cancel()
-	ctx, stop := outlast(limited, reading, t.cfg.DrainMax)
+	ctx, stop := pause.Outlast(limited, reading, t.cfg.DrainMax)
 	defer stop()
 	defer t.expect(t.cfg.Lease)() // what limited allows
 	messages := make([]Message, len(records))

@@ -16,3 +16,14 @@ func For(ctx context.Context, d time.Duration) bool {
 	}
 	return ctx.Err() == nil
 }
+
+// Outlast returns a context that ends with base, and some time after ctx.
+func Outlast(base, ctx context.Context, by time.Duration) (context.Context, context.CancelFunc) {
+	lasting, cancel := context.WithCancel(base)
+	stop := context.AfterFunc(ctx, func() {
+		if For(lasting, by) {
+			cancel()
+		}
+	})
+	return lasting, func() { stop(); cancel() }
+}

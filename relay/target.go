@@ -108,7 +108,7 @@ func (p *publisher) answer(ctx context.Context, done <-chan error) error {
 }
 
 // errRenewed means that the client of a shard raised its producer epoch after an error: see renewal.
-var errRenewed = errors.New("the client gave up records and wants to continue behind them: the work starts over from stored progress")
+var errRenewed error = &refused{errors.New("the client gave up records and wants to continue behind them: the work starts over from stored progress")}
 
 // renewedMax bounds the time from a new epoch to the first failure that a promise tells.
 const renewedMax = 5 * time.Second

@@ -19,12 +19,12 @@ func Cancel(ctx context.Context, tx pgx.Tx, id uuid.UUID) (bool, error) {
 	return standard.Cancel(ctx, tx, id)
 }
 
-// Cancel removes the messages that wait under the ID, for all their topics, and reports whether
-// there were any. True: once tx commits, they are never published. False: a relay moved them to the
-// outbox, so they are published or will be; or they were cancelled before, or never scheduled; or
-// another role scheduled them: they stay, and will be published. There is no other case. Cancel
-// waits for a relay that is moving the message, for a few milliseconds, and a relay skips a message
-// that a still open transaction has cancelled.
+// Cancel removes the message that waits under the ID, and reports whether there was one. True: once tx
+// commits, it is never published. False: a relay moved it to the outbox, so it is published or will be; or
+// it was cancelled before, or never scheduled; or another role scheduled it: it stays, and will be
+// published. There is no other case. Cancel waits for a relay that is moving the message, for a few
+// milliseconds, and a relay skips a message that a still open transaction has cancelled. Under one ID for
+// several topics, which is not advised, each is a message of its own: some may be published already.
 //
 // Inside a handler of package consumer, Cancel does not find what the same batch of messages
 // published.

@@ -25,9 +25,7 @@ FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[], $6::t
 ORDER BY m.place
 ON CONFLICT DO NOTHING`
 
-// cancelSQL and the relay's move are decided by row locks. The move takes all rows of an ID that
-// are due together or none, and does not wait for locks. Whichever of the two locks the first row
-// gets all of them.
+// cancelSQL and the relay's move, which does not wait for locks, are decided by the row's lock.
 const cancelSQL = `-- outbox.cancel
 DELETE FROM effectonce.outbox_scheduled WHERE id = $1`
 

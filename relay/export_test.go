@@ -47,10 +47,9 @@ func (r *Relay) PromoteDue(ctx context.Context) error {
 	return err
 }
 
-// PromotePage is one move of at most about rows messages.
-func (r *Relay) PromotePage(ctx context.Context, rows int) (found, moved int, err error) {
-	p, err := r.promotePage(ctx, beforeAll, rows)
-	return p.found, p.moved, err
+// PromotePage is one move of at most rows messages.
+func (r *Relay) PromotePage(ctx context.Context, rows int) (moved int, err error) {
+	return r.promotePage(ctx, rows)
 }
 
 // PromoteRowsMax is how many messages one move takes.

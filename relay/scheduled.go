@@ -8,7 +8,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/pause"
@@ -50,15 +49,13 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	if millis > 0 {
 		return time.Duration(millis) * time.Millisecond, nil
 	}
-	after, rows := beforeAll, promoteRowsMax
-	for {
-		page, err := r.promotePage(ctx, after, rows)
-		if ofRows(err) && rows > 1 {
+	for rows := promoteRowsMax; ; rows = min(2*rows, promoteRowsMax) {
+		moved, err := r.promotePage(ctx, rows)
+		for ; ofRows(err) && rows > 1; moved, err = r.promotePage(ctx, rows) {
 			rows /= 2 // to find the row that the outbox refuses
-			continue
 		}
 		if ofRows(err) {
-			page, err = r.promoteOne(ctx, after)
+			moved, err = r.promoteOne(ctx)
 		}
 		if pgerr.Is(err, pgerr.SerializationFailure) {
 			return promotePause, nil // if the role's isolation is stricter, a session that cancels one row undoes the move
@@ -66,68 +63,45 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 		if err != nil {
 			return 0, fmt.Errorf("move messages that are due: %w", err)
 		}
-		if page.found < rows {
+		if moved < rows {
 			return promotePause, nil
 		}
-		if page.moved < (rows+1)/2 {
-			// Other sessions have locked most of these rows, or rows of the same IDs. They must not
-			// delay what is behind them; the next turn begins with them.
-			after = page.last
-		}
-		rows = min(2*rows, promoteRowsMax)
 	}
 }
 
 // ofRows reports errors of what is in the rows that the outbox gets: a CHECK, a value, a trigger.
 func ofRows(err error) bool { return pgerr.InClass(err, "22", "23", "P0") }
 
-// promoteOne moves the first message behind a place. If the outbox refuses it, it stays where it is,
-// with the reason, until an operator clears the column or deletes it.
-func (r *Relay) promoteOne(ctx context.Context, after duePlace) (p promoted, err error) {
+// promotePage moves at most rows messages that are due.
+func (r *Relay) promotePage(ctx context.Context, rows int) (moved int, err error) {
+	return moved, r.ask(ctx, []any{&moved}, r.sql.of(promoteSQL), rows, nil)
+}
+
+// promoteOne moves the first message that is due. If the outbox refuses it, it stays where it is, with the
+// reason, until an operator clears the column or deletes it.
+func (r *Relay) promoteOne(ctx context.Context) (done int, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()
-	return p, silence(ctx, r.transact(ctx, func(tx pgx.Tx) error {
+	return done, silence(ctx, r.transact(ctx, func(tx pgx.Tx) error {
+		var place int64
 		var id uuid.UUID
-		var topic string
-		err := tx.QueryRow(ctx, r.sql.of(firstDueSQL), after.due, after.place).Scan(&p.last.due, &p.last.place, &id, &topic)
+		var topic, publisher string
+		err := tx.QueryRow(ctx, r.sql.of(firstDueSQL)).Scan(&place, &id, &topic, &publisher)
 		if errors.Is(err, pgx.ErrNoRows) {
 			return nil
 		}
 		if err != nil {
 			return err
 		}
-		p.found = 1
-		refusal := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {
-			return tx.QueryRow(ctx, r.sql.of(promoteSQL), 1, p.last.due, *p.last.place-1).Scan(&p.found, &p.moved, &p.last.due, &p.last.place)
-		})
+		refusal := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error { return tx.QueryRow(ctx, r.sql.of(promoteSQL), 1, place).Scan(&done) })
 		if !ofRows(refusal) {
 			return refusal
 		}
+		done = 1
 		r.say.about(ctx, topic, "the outbox refuses a message for later; it stays in outbox_scheduled, see its column refused", "relay", r.cfg.Name, "id", id, "topic", topic, "error", refusal)
-		_, err = tx.Exec(ctx, r.sql.of(setAsideSQL), p.last.due, p.last.place, bounds.ErrorText(refusal))
+		_, err = tx.Exec(ctx, r.sql.of(setAsideSQL), id, topic, publisher, bounds.ErrorText(refusal))
 		return err
 	}))
-}
-
-// duePlace is that of a message for later, in the order in which they are moved.
-type duePlace struct {
-	due   pgtype.Timestamptz
-	place *int64
-}
-
-// promoted is the result of a move: how many rows it looked at, in order, how many it moved, and
-// the last place that it looked at.
-type promoted struct {
-	found, moved int
-	last         duePlace
-}
-
-//nolint:gochecknoglobals // immutable
-var beforeAll = duePlace{pgtype.Timestamptz{InfinityModifier: pgtype.NegativeInfinity, Valid: true}, new(int64)}
-
-// promotePage moves about rows messages that are due and behind a place.
-func (r *Relay) promotePage(ctx context.Context, after duePlace, rows int) (p promoted, err error) {
-	return p, r.ask(ctx, []any{&p.found, &p.moved, &p.last.due, &p.last.place}, r.sql.of(promoteSQL), rows, after.due, after.place)
 }
 
 // ask reads one row within the limit of a statement.

@@ -216,9 +216,6 @@ func (c *Consumer) commit(ctx context.Context, a *attempt, w *work, s *selection
 	t, batch := a.tx, &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
 	t.turn(nil) // the outbox calls user code, which is under the limit of the handler
-	if t.session {
-		batch.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role) // the role that the handler left behind may not write what follows
-	}
 	for i, got := range t.collected {
 		if err := got.outbox.Queue(detached, batch, got.msgs...); err != nil {
 			return &failure{origin: originStatement, msg: got.msg, err: err}
@@ -243,7 +240,13 @@ func (c *Consumer) commit(ctx context.Context, a *attempt, w *work, s *selection
 	crashpoint.At(ctx, crashpoint.ConsumerCommitting)
 	close(a.committing) // from here on the outcome may be unknown
 	done, idle := 0, t.idled()
-	err := send(detached, t.conn, batch, &done)
+	var err error
+	if t.session { // the role that the handler left behind may not write what follows, nor may the driver prepare it
+		_, err = t.conn.Exec(detached, "SELECT pg_catalog.set_config('role', $1, true)", t.role)
+	}
+	if err == nil {
+		err = send(detached, t.conn, batch, &done)
+	}
 	if err == nil && tag != "COMMIT" {
 		err = pgx.ErrTxCommitRollback
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
 
@@ -274,6 +275,40 @@ func TestSessionsOfTheWorkAreNotUsedAgain(t *testing.T) {
 	_, err := flow.Do(t.Context(), idempotency.Key{Scope: "tenant", Value: "k"}, nil)
 	require.NoError(t, err)
 	require.Equal(t, 1, effects(t, pool, "flow"))
+}
+
+// Property: work may act as another role, for row-level security; what is stored about the key is not
+// written as that role, and the next request does not act as it.
+func TestRoleOfTheWorkEndsWithIt(t *testing.T) {
+	t.Parallel()
+	wide := newPool(t)
+	role := pgtest.RolePrefix(t, wide.Config().ConnString()) + "_tenant"
+	_, err := wide.Exec(t.Context(), `CREATE ROLE `+role+`; GRANT INSERT ON effects TO `+role)
+	require.NoError(t, err)
+	pool := poolOf(t, wide, 1)
+	o := newOperation(t, pool, idempotency.Config{})
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Operation: "flow"}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, _ *step) error {
+			_, err := tx.Exec(ctx, `SET LOCAL ROLE `+role)
+			return err
+		}}, ends("flow"),
+	})
+	for _, as := range []string{`SET LOCAL ROLE ` + role, `SELECT pg_catalog.set_config('role', '` + role + `', true)`, `SET ROLE ` + role} {
+		_, err := o.Once(t.Context(), key(as), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			if _, err := tx.Exec(ctx, as); err != nil {
+				return idempotency.Response{}, err
+			}
+			return insertOnce(as)(ctx, tx)
+		})
+		require.NoError(t, err, as)
+		require.Equal(t, 1, effects(t, wide, as))
+		var who string
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT current_user`).Scan(&who))
+		require.NotEqual(t, role, who, as)
+	}
+	_, err = flow.Do(t.Context(), idempotency.Key{Scope: "tenant", Value: "k"}, nil)
+	require.NoError(t, err)
+	require.Equal(t, 1, effects(t, wide, "flow"))
 }
 
 // Property: a phase that panics, or ends its goroutine, frees its key at once: the next request

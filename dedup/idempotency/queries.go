@@ -9,7 +9,8 @@ import (
 // value is set only where necessary: each costs the server as much as reading a row.
 const settingsSQL = `-- idempotency.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true), set_config('idle_in_transaction_session_timeout', $3, true),
-  CASE WHEN pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN set_config('synchronous_commit', 'on', true) END`
+  CASE WHEN pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN set_config('synchronous_commit', 'on', true) END,
+  pg_catalog.current_setting('role')`
 
 // The state of a key that is found by its name. They are written so that the planner uses the
 // primary key: if few keys are unfinished, or the table was empty when the plan was made, a partial

@@ -29,10 +29,11 @@ type transaction struct {
 	fault  atomic.Pointer[error]
 	broken atomic.Pointer[error] // error of the last statement that failed
 
-	guarded     bool // see handlertx.GuardSQL
-	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
-	changed     bool // the work changed its settings
-	lasting     bool // and the session: the connection is not used again
+	guarded     bool   // see handlertx.GuardSQL
+	stray, away bool   // stray: a goroutine of the work has the connection; away: it was lost during the work
+	changed     bool   // the work changed its settings, or its role
+	role        string // at the beginning
+	lasting     bool   // and the session: the connection is not used again
 }
 
 var (
@@ -104,7 +105,7 @@ func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarde
 	t.work = handlertx.New(t.conn, t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
-	o.queueLimits(batch, lockTimeout)
+	o.queueLimits(batch, lockTimeout).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &t.role) })
 	if guarded { // before the savepoint, which would undo it
 		batch.Queue(o.sql[handlertx.GuardSQL])
 	}
@@ -117,8 +118,8 @@ func (o *Operation) begin(ctx context.Context, lockTimeout time.Duration, guarde
 }
 
 // queueLimits bounds the statements behind it in a transaction, and how long they wait for locks.
-func (o *Operation) queueLimits(batch *pgx.Batch, lockTimeout time.Duration) {
-	batch.Queue(o.sql[settingsSQL], millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
+func (o *Operation) queueLimits(batch *pgx.Batch, lockTimeout time.Duration) *pgx.QueuedQuery {
+	return batch.Queue(o.sql[settingsSQL], millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
 }
 
 // send sends the first statements of a transaction in one round trip, which is bounded.
@@ -204,9 +205,10 @@ func (t *transaction) cut() {
 // waits for a synchronous standby visible without being replicated. If the server does not answer
 // in time, commit returns and leaves the connection to a goroutine.
 func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
-	batch := &pgx.Batch{}
-	if t.changed {
-		t.o.queueLimits(batch, t.o.cfg.LockTimeout)
+	restore, batch := &pgx.Batch{}, &pgx.Batch{}
+	if t.changed { // of its own: the driver prepares a batch before any of it is executed
+		restore.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role)
+		t.o.queueLimits(restore, t.o.cfg.LockTimeout)
 	}
 	last(batch)
 	if t.guarded {
@@ -222,7 +224,13 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	t.pooled = nil
 	done, left := make(chan error, 1), atomic.Bool{}
 	go func() {
-		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
+		detached, err := context.WithoutCancel(ctx), error(nil)
+		if t.changed {
+			err = conn.SendBatch(detached, restore).Close()
+		}
+		if err == nil {
+			err = conn.SendBatch(detached, batch).Close()
+		}
 		if handlertx.Ended(err) {
 			err = errors.Join(errEnded, err)
 		}

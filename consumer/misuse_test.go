@@ -292,7 +292,9 @@ func TestNothingReachesTheNextMessage(t *testing.T) {
 		"lock":        {a: `SELECT pg_advisory_lock(4711)`, effects: 3},
 		"deallocated": {a: `DEALLOCATE ALL`, effects: 3},
 		"savepoint":   {a: `SAVEPOINT s`, c: `ROLLBACK TO SAVEPOINT s`, effects: 2, parked: 1},
-		"its own":     {b: `SAVEPOINT s; SELECT 1`, c: `SELECT 1; SAVEPOINT s`, effects: 3},
+		"its own":     {b: `SAVEPOINT s`, c: `SAVEPOINT s -- again`, effects: 3},
+		"several":     {a: `SELECT 1; CREATE TEMP TABLE stage (v text)`, b: `SELECT 1; CREATE TEMP TABLE stage (v text)`, effects: 3},
+		"in several":  {a: `SELECT 1; SAVEPOINT s`, b: `SAVEPOINT s; ROLLBACK TO s`, effects: 1, parked: 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

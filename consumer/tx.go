@@ -243,6 +243,8 @@ func (v *messageTx) Statement(sql string) {
 		t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
 	case "release", "rollback":
 		switch at := t.marked(rest); {
+		case at < 0 && verb == "rollback":
+			_ = v.Misused(errUnknownSavepoint)
 		case at < 0:
 			t.session = true // it may be another message's
 		case verb == "release":
@@ -256,8 +258,12 @@ func (v *messageTx) Statement(sql string) {
 	}
 }
 
+var errUnknownSavepoint = errors.New("handler rolled back to a savepoint that it did not set for this message: what it has published since is not known")
+
 // lastName is the name at the end of a statement about a savepoint.
 func lastName(text string) string {
+	text, _, _ = strings.Cut(text, "--")
+	text, _, _ = strings.Cut(text, "/*")
 	words := strings.Fields(text)
 	if len(words) == 0 {
 		return ""

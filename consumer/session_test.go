@@ -147,7 +147,7 @@ func TestSavepointsTakePublishedMessagesAlong(t *testing.T) {
 		}
 		return errors.Join(
 			publish(ctx, tx, "kept 1"), run(`SAVEPOINT a`), publish(ctx, tx, "undone"), run(`ROLLBACK TO a -- back`),
-			publish(ctx, tx, "undone, too"), run(`rollback transaction to savepoint "a";`), publish(ctx, tx, "kept 2"), run(`RELEASE a`),
+			publish(ctx, tx, "undone, too"), run(`rollback transaction to savepoint "a" ;`), publish(ctx, tx, "kept 2"), run(`RELEASE a`),
 			errUnless(errBad, pgx.BeginFunc(ctx, tx, func(nested pgx.Tx) error { return errors.Join(publish(ctx, nested, "undone by pgx"), errBad) })),
 			batch(`SAVEPOINT b`), publish(ctx, tx, "undone in a batch"), batch(`SELECT 1`, `/* x */ ROLLBACK TO SAVEPOINT b`),
 			effect(ctx, tx, msg))

@@ -264,11 +264,8 @@ var errUnknownSavepoint = errors.New("handler rolled back to a savepoint that it
 func lastName(text string) string {
 	text, _, _ = strings.Cut(text, "--")
 	text, _, _ = strings.Cut(text, "/*")
-	words := strings.Fields(text)
-	if len(words) == 0 {
-		return ""
-	}
-	return strings.ToLower(strings.Trim(words[len(words)-1], `;"`))
+	text = strings.TrimRight(text, "; \t\r\n")
+	return strings.ToLower(strings.Trim(text[strings.LastIndexAny(text, " \t\r\n")+1:], `"`))
 }
 
 // marked returns the index of the newest savepoint of that name; -1: there is none.

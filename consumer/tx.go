@@ -237,6 +237,13 @@ func withTrace(headers []outbox.Header, parent *Message) []outbox.Header {
 // reach the next message.
 func (v *messageTx) Statement(sql string) {
 	t := v.tx
+	if strings.Contains(strings.TrimRight(sql, "; \t\r\n"), ";") {
+		for one := range strings.SplitSeq(sql, ";") {
+			if verb, _ := handlertx.Verb(one); slices.Contains([]string{"savepoint", "release", "rollback"}, verb) {
+				_ = v.Misused(errSeveral)
+			}
+		}
+	}
 	verb, rest := handlertx.Verb(sql)
 	switch verb {
 	case "savepoint":
@@ -258,7 +265,10 @@ func (v *messageTx) Statement(sql string) {
 	}
 }
 
-var errUnknownSavepoint = errors.New("handler rolled back to a savepoint that it did not set for this message: what it has published since is not known")
+var (
+	errSeveral          = errors.New("handler sent SAVEPOINT, RELEASE or ROLLBACK TO with other statements in one string: send it alone; a rollback takes along what was published since")
+	errUnknownSavepoint = errors.New("handler rolled back to a savepoint that it did not set for this message: what it has published since is not known")
+)
 
 // lastName is the name at the end of a statement about a savepoint.
 func lastName(text string) string {

@@ -5,9 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -26,7 +24,6 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/servers"
 )
 
 // Property: with exactly-once, readers of committed records that share no code with the relay see
@@ -79,7 +76,7 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 		require.NoError(t, r.terminate())
 	}
 	writeEnds(t, kafka.Brokers, topic)
-	requireRowsOnce(t, pool, topic, readForeign(t, kafka, topic))
+	requireRowsOnce(t, pool, topic, readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted))
 	all := readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted)
 	committed := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
 	t.Logf("%d kills; %d rows; a reader of uncommitted records sees %d more, of aborted transactions", kills, committed, len(all)-committed)
@@ -155,7 +152,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	require.NoError(t, heir.terminate())
 	require.Equal(t, rows, count(ctx, t, pool, published))
 	writeEnds(t, kafka.Brokers, topic)
-	requireRowsOnce(t, pool, topic, readForeign(t, kafka, topic))
+	requireRowsOnce(t, pool, topic, readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted))
 	all := len(readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted))
 	t.Logf("%d rows; a reader of uncommitted records sees %d more, of the aborted transaction", rows, all-rows)
 	if point == crashpoint.RelayAcknowledged {
@@ -269,55 +266,6 @@ func readPartition(t *testing.T, reader sarama.Consumer, topic string, partition
 			t.Fatalf("read partition %d of %s: %d records within two minutes, and not its end", partition, topic, len(found))
 		}
 	}
-}
-
-var consoleLine = regexp.MustCompile(`(?m)^Partition:(\d+)\tOffset:(\d+)\t(\S*)$`)
-
-var consoleID = regexp.MustCompile(`(?:^|,)message-id:([0-9a-f-]{36})(?:,|$)`)
-
-// readConsole reads so many rows, and what ends the partitions, with Kafka's own console consumer,
-// in the broker's container. Rows that came twice push others out.
-func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string, rows int) []place {
-	t.Helper()
-	partitions := partitionsOf(t, kafka.Brokers, topic)
-	output, err := kafka.Exec(t.Context(), "/opt/kafka/bin/kafka-console-consumer.sh", "--bootstrap-server", "localhost:9094",
-		"--topic", topic, "--from-beginning", "--isolation-level", level, "--timeout-ms", "60000",
-		"--max-messages", strconv.Itoa(rows+len(partitions)),
-		"--formatter-property", "print.partition=true", "--formatter-property", "print.offset=true",
-		"--formatter-property", "print.headers=true", "--formatter-property", "print.value=false")
-	require.NoError(t, err)
-	var found []place
-	ends := 0
-	for _, line := range consoleLine.FindAllSubmatch(output, -1) {
-		if string(line[3]) == endHeader+":null" {
-			ends++
-			continue
-		}
-		partition, err := strconv.ParseInt(string(line[1]), 10, 32)
-		require.NoError(t, err)
-		offset, err := strconv.ParseInt(string(line[2]), 10, 64)
-		require.NoError(t, err)
-		id := consoleID.FindSubmatch(line[3])
-		require.NotNil(t, id, "no message-id in %s", line[0])
-		found = append(found, place{int32(partition), offset, string(id[1])})
-	}
-	require.Len(t, partitions, ends, "the console consumer did not get to the end:\n%.2000s", output)
-	return found
-}
-
-// readForeign has every reader that is there for this Kafka read what is committed, and requires
-// that they agree.
-func readForeign(t *testing.T, kafka *servers.Kafka, topic string) []place {
-	t.Helper()
-	found := readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted)
-	if kafka.Kind != servers.KindContainer {
-		t.Logf("read_committed: %d records by sarama; there is no container with Kafka's console consumer", len(found))
-		return found
-	}
-	console := readConsole(t, kafka, topic, "read_committed", len(found))
-	t.Logf("read_committed: %d records by sarama, %d by kafka-console-consumer.sh", len(found), len(console))
-	require.ElementsMatch(t, console, found)
-	return found
 }
 
 // requireRowsOnce requires that a reader saw each committed row of the outbox once, by its ID and

@@ -354,7 +354,7 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	}
 	unquiet(t, pool)
 	fill(6)
-	claims.SetLookMax(waitMax) // on any machine
+	claims.SetLookMax(testwait.Bound) // on any machine
 	maintain(t, pool, claims)
 	require.Equal(t, endOf(6), mark(t, pool, a))
 	require.Zero(t, mark(t, pool, b), "there is time enough")

@@ -18,7 +18,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -221,24 +220,6 @@ func TestInjectedHeadersDoNotOverride(t *testing.T) {
 		return o.Publish(t.Context(), tx)
 	}))
 	assert.Equal(t, 1, calls, "nothing to inject into")
-}
-
-// Everything happens in the configured schema; there is no other one in this database.
-func TestConfiguredSchemaIsUsed(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t, pgtest.EmptyDatabase(t))
-	conn, err := pool.Acquire(t.Context())
-	require.NoError(t, err)
-	require.NoError(t, migrations.Up(t.Context(), conn.Conn(), migrations.Options{Schema: "tenant_7"}))
-	conn.Release()
-
-	o := newOutbox(t, outbox.Config{Schema: "tenant_7"})
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, outbox.Message{Topic: "orders"})
-	}))
-	var n int
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM tenant_7.outbox").Scan(&n))
-	assert.Equal(t, 1, n)
 }
 
 // S1: an invalid schema name never reaches a statement; all problems of a configuration are

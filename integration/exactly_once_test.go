@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"syscall"
@@ -25,63 +24,6 @@ import (
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
-
-// Property: with exactly-once, readers of committed records that share no code with the relay see
-// each row once, by its ID and by its offset, after relays were killed 50 times: at each point
-// between two durable steps, and at random moments while rows are written. Rows O8, O13, O28, O30
-// of guarantees.md.
-func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
-	longtest.Only(t, "kills at random moments")
-	t.Parallel()
-	kills := 50
-	ctx, kafka := t.Context(), kafkatest.Kafka(t)
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d, transaction.version %d", seed, transactionVersion(t, kafka.Brokers))
-	random := rand.New(rand.NewPCG(seed, 0))
-	c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafka.Brokers, Lease: time.Second, Shards: 3, ExactlyOnce: true}
-	pool := openWorkload(t, c.URL)
-	topic := kafkatest.Topic(t, 3)
-	write := func(transactions int) {
-		writers{goroutines: 4, transactions: transactions, keys: 11, topic: topic, seed: random.Uint64()}.run(ctx, t, pool)
-	}
-	points := []string{crashpoint.RelayRead, crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted, crashpoint.RelayProgressed}
-	relays := []*process{start(t, c), start(t, c)}
-	for kill := range kills {
-		i := kill % len(relays)
-		if kill < 2*len(points) { // each point, at its first pass and after some
-			relays[i].kill()
-			doomed := c
-			doomed.CrashAt, doomed.CrashAfter = points[kill/2], kill%2*(1+random.IntN(5))
-			p := start(t, doomed)
-			eventually(t, "the relay reaches "+doomed.CrashAt, func() (bool, any) {
-				write(40)
-				return p.ended(), p.log
-			})
-			require.ErrorContains(t, p.err, "killed")
-		} else {
-			victim, wait := relays[i], random.Float64()*0.4
-			go func() {
-				// The database waits, for as long as some of the writing takes. If it cannot, the
-				// kill comes at once.
-				_, _ = pool.Exec(ctx, `SELECT pg_sleep($1)`, wait)
-				victim.signal(syscall.SIGKILL)
-			}()
-			write(400)
-			<-victim.done
-		}
-		relays[i] = start(t, c)
-	}
-	requirePublished(t, pool, topic)
-	for _, r := range relays {
-		require.NoError(t, r.terminate())
-	}
-	writeEnds(t, kafka.Brokers, topic)
-	requireRowsOnce(t, pool, topic, readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted))
-	all := readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted)
-	committed := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
-	t.Logf("%d kills; %d rows; a reader of uncommitted records sees %d more, of aborted transactions", kills, committed, len(all)-committed)
-	require.Greater(t, len(all), committed, "the test's own premise: kills hit transactions that were under way")
-}
 
 // Property: a relay that is frozen in the middle of a transaction, and never wakes, holds up
 // readers of committed records no longer than until its successor takes the shard and fences it,

@@ -327,40 +327,6 @@ func promote(t *testing.T, c child, running bool) {
 	require.ErrorIs(t, old.Run(limited), relay.ErrOldPrimary)
 }
 
-// Property: a standby that has everything is promoted while another session's transaction has been open
-// since before: no row is published again. Row O23 of guarantees.md.
-func TestPlannedSwitchRepeatsNothing(t *testing.T) {
-	longtest.Only(t, "promotions of clusters of its own")
-	t.Parallel()
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		ctx := t.Context()
-		primary, second := newPair(t)
-		pgtest.Exec(t, pgtest.Connect(t, primary.URL), `BEGIN; SELECT pg_current_xact_id()`)
-		pool, topic := openWorkload(t, primary.URL), kafkatest.Topic(t, 2)
-		r := start(t, child{Role: "relay", URL: second.either(primary), Brokers: kafkatest.Brokers(t), Lease: time.Second, ExactlyOnce: exactly})
-		w := writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 3}
-		w.run(ctx, t, pool)
-		requirePublished(t, pool, topic)
-		var flushed string
-		require.NoError(t, pool.QueryRow(ctx, `SELECT pg_current_wal_flush_lsn()::text`).Scan(&flushed))
-		eventually(t, "it is replicated", func() (bool, any) {
-			var behind bool
-			err := second.pool.QueryRow(ctx, `SELECT pg_last_wal_replay_lsn() < $1::pg_lsn`, flushed).Scan(&behind)
-			return err == nil && !behind, err
-		})
-		require.NoError(t, primary.Kill(ctx))
-		_, err := second.pool.Exec(ctx, `SELECT pg_promote()`)
-		require.NoError(t, err)
-		w.transactions, w.seed = 120, 4
-		w.run(ctx, t, second.pool)
-		requirePublished(t, second.pool, topic)
-		require.NoError(t, r.terminate())
-		published := len(kafkatest.ReadAll(t, topic)) // not the records, which would fill the log
-		require.Equal(t, count(ctx, t, second.pool, `SELECT count(*) FROM effectonce.outbox`), published)
-	})
-}
-
 // requireKept waits until everything that the database has is published, and judges it; what was
 // lost is left out.
 func requireKept(t *testing.T, pool *pgxpool.Pool, topic string) {

@@ -2,18 +2,14 @@ package kafkatest_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
@@ -114,38 +110,4 @@ func TestTopicLastsAsLongAsTheTest(t *testing.T) { //nolint:tparallel // the end
 	})
 	require.True(t, passed)
 	kafkatest.Gone(t, kafkatest.Brokers(t), topic)
-}
-
-// A topic that was made anew has another ID and no records, and takes new ones.
-func TestRecreatedTopicIsEmpty(t *testing.T) {
-	t.Parallel()
-	topic, client := kafkatest.Topic(t, 1), kafkatest.Client(t)
-	id := func() kadm.TopicID {
-		metadata, err := kadm.NewClient(kafkatest.Client(t)).Metadata(t.Context(), topic) // a client remembers it
-		require.NoError(t, err)
-		return metadata.Topics[topic].ID
-	}
-	earlier := id()
-	produce(t, client, topic, 0, "earlier")
-	kafkatest.Recreate(t, topic)
-	require.NotEqual(t, earlier, id())
-	require.Empty(t, kafkatest.ReadAll(t, topic))
-	produce(t, kafkatest.Client(t), topic, 0, "later")
-	require.Equal(t, []string{"0/later"}, values(kafkatest.ReadAll(t, topic)))
-}
-
-// Fake is kfake also where there is a real Kafka, and takes its options.
-func TestFakeInjectsFaults(t *testing.T) {
-	t.Parallel()
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "seeded"))
-	require.Len(t, fake.ListenAddrs(), 1)
-	var faults atomic.Int32
-	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-		faults.Add(1)
-		return nil, errors.New("the connection breaks"), true
-	})
-	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.MetadataMinAge(10*time.Millisecond))
-	produce(t, client, "seeded", 0, "in spite of it")
-	assert.EqualValues(t, 1, faults.Load())
-	assert.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "seeded"), 1)
 }

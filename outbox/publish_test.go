@@ -2,7 +2,6 @@ package outbox_test
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"net"
@@ -137,34 +136,6 @@ type countedConn struct {
 func (c countedConn) Write(b []byte) (int, error) {
 	c.writes.Add(1)
 	return c.Conn.Write(b)
-}
-
-// O36: key and payload are kept byte for byte, and null is not empty: neither for the key nor for
-// the payload, where null is a tombstone.
-func TestKeyAndPayloadAreKeptByteForByte(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	every := make([]byte, 256)
-	for i := range every {
-		every[i] = byte(i)
-	}
-	var msgs []outbox.Message
-	for _, key := range [][]byte{nil, {}, {0}, []byte("k\x00k"), {0xff, 0xfe}, every} {
-		for _, payload := range [][]byte{nil, {}, {0}, every} {
-			msgs = append(msgs, outbox.Message{Topic: "orders", Key: key, Payload: payload})
-		}
-	}
-	publishAlone(t, pool, msgs...)
-	for i, r := range rows(t, pool) {
-		assert.Equal(t, msgs[i].Key, r.Key, i)
-		assert.Equal(t, msgs[i].Payload, r.Payload, i)
-		hashed := msgs[i].Key
-		if hashed == nil {
-			hashed = r.ID[:]
-		}
-		assert.Equal(t, int16(sha256.Sum256(hashed)[0]), r.Shard, i)
-		assert.True(t, r.TxidIsIt, i)
-	}
 }
 
 // A queued publish shares the round trip of other statements and refuses the same messages.

@@ -1,7 +1,6 @@
 package dedup_test
 
 import (
-	"context"
 	"slices"
 	"strings"
 	"sync"
@@ -158,20 +157,14 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 }
 
 // beforeSQL calls a function once, before the first statement with a text is sent.
-type beforeSQL struct {
-	text string
-	call func()
-	once sync.Once
-}
-
-func (b *beforeSQL) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	if strings.Contains(data.SQL, b.text) {
-		b.once.Do(b.call)
+func beforeSQL(text string, call func()) pgtest.Statements {
+	var once sync.Once
+	return func(sql string) {
+		if strings.Contains(sql, text) {
+			once.Do(call)
+		}
 	}
-	return ctx
 }
-
-func (*beforeSQL) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // Property: a claim that is made in an old day between the look that found the day empty and the
 // lock on the table keeps its day. C29.
@@ -181,11 +174,10 @@ func TestClaimBeforeTheLockKeepsItsDay(t *testing.T) {
 	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g", Window: time.Minute})
 	require.NoError(t, err)
 	late := idAt(time.Now().AddDate(0, 0, -3))
-	before := &beforeSQL{text: "LOCK TABLE ONLY", call: func() {
-		require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, late))
-	}}
 	config := pool.Config()
-	config.ConnConfig.Tracer = before
+	config.ConnConfig.Tracer = beforeSQL("LOCK TABLE ONLY", func() {
+		require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, late))
+	})
 	traced := pgtest.PoolOf(t, config)
 	day := "processed_messages_" + time.Now().UTC().AddDate(0, 0, -3).Format("20060102")
 	require.Zero(t, number(t, pool, partitionOfSQL, late, "past"))

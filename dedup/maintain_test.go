@@ -321,7 +321,7 @@ func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
 		tx, pid := begin(t, pool, pgx.TxOptions{})
 		done, called, fresh, at := make(chan error, 1), false, false, time.Time{}
 		config := pool.Config()
-		config.ConnConfig.Tracer = &beforeSQL{text: "-- dedup.mark", call: func() {
+		config.ConnConfig.Tracer = beforeSQL("-- dedup.mark", func() {
 			called = true
 			go func() {
 				var err error
@@ -331,7 +331,7 @@ func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
 			testwait.True(t, "the claim waits, or is made", func() bool {
 				return len(done) > 0 || number(t, pool, `SELECT cardinality(pg_blocking_pids($1))`, int32(pid)) > 0
 			})
-		}}
+		})
 		report, err := claims.Maintain(t.Context(), pgtest.PoolOf(t, config), dedup.MaintainOptions{Owner: "test"})
 		if called {
 			require.NoError(t, testwait.Chan(t, "the claim", done))

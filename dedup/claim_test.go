@@ -3,7 +3,6 @@ package dedup_test
 import (
 	"errors"
 	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -143,25 +142,6 @@ func before(id uuid.UUID) uuid.UUID {
 		}
 	}
 	return id
-}
-
-// C25: what a message carries never reaches the database as text, so neither NUL nor broken UTF-8
-// nor a megabyte can abort the batch of the others.
-func TestHostileIDsCannotFailABatch(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	hostile := []string{"\x00", "a\x00b", "\xff\xfe", "\xc3\x28", strings.Repeat("x", 1<<20), "", "'; DROP TABLE x; --", "\xed\xa0\xbd"}
-	ids := []uuid.UUID{newIDs(t, 1)[0]}
-	for _, raw := range hostile {
-		ids = append(ids, dedup.MessageID("orders", []byte(raw)))
-	}
-
-	for i, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
-		assert.True(t, fresh, i)
-	}
-	for i, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
-		assert.False(t, fresh, i)
-	}
 }
 
 // A claim is only an insert: neither a duplicate nor a conflict between two transactions updates,

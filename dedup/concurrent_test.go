@@ -1,8 +1,6 @@
 package dedup_test
 
 import (
-	"cmp"
-	"context"
 	"slices"
 	"strings"
 	"sync"
@@ -29,67 +27,7 @@ func newPool(t *testing.T, address string, conns int32, settings ...string) *pgx
 	for pair := range slices.Chunk(settings, 2) {
 		config.ConnConfig.RuntimeParams[pair[0]] = pair[1]
 	}
-	pool := pgtest.PoolOf(t, config)
-	return pool
-}
-
-// C4: of a hundred transactions that claim one ID, exactly one gets it as fresh: when all start at
-// the same moment, and when ninety-nine wait for the first one, after its commit and after its
-// rollback.
-func TestOneOfAHundredClaimsIsFresh(t *testing.T) {
-	t.Parallel()
-	cluster := pgtest.Cluster(t, map[string]string{"max_connections": "120"})
-	pgtest.Migrate(t, cluster.URL)
-	observer := newPool(t, cluster.URL, 1)
-	pool, claims := newPool(t, cluster.URL, 100), newClaims(t)
-	ids := newIDs(t, 3)
-
-	start := make(chan struct{})
-	race := contend(t, pool, claims, ids[0], 100, start)
-	close(start)
-	assert.Equal(t, 1, countFresh(t, race))
-
-	for i, end := range []func(pgx.Tx, context.Context) error{pgx.Tx.Commit, pgx.Tx.Rollback} {
-		first, _ := begin(t, pool, pgx.TxOptions{})
-		fresh, err := claims.Claim(t.Context(), first, dedup.Numbered(1), ids[i+1], 0)
-		require.NoError(t, err)
-		require.True(t, fresh)
-		others := contend(t, pool, claims, ids[i+1], 99, start)
-		waitUntil(t, observer, `SELECT count(*) = 99 FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'`)
-		require.Empty(t, others, "no claim returns while the first transaction is open")
-		require.NoError(t, end(first, t.Context()))
-		assert.Equal(t, i, countFresh(t, others), "none after a commit, one after a rollback")
-	}
-	var rows int
-	require.NoError(t, observer.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages").Scan(&rows))
-	assert.Equal(t, len(ids), rows)
-}
-
-// contend claims one ID in n transactions at once, all of which are open before start is closed.
-func contend(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, id uuid.UUID, n int, start <-chan struct{}) <-chan answer {
-	t.Helper()
-	answers := make(chan answer, n)
-	for range n {
-		tx, _ := begin(t, pool, pgx.TxOptions{})
-		go func() {
-			<-start
-			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
-			answers <- answer{fresh, cmp.Or(err, tx.Commit(t.Context()))}
-		}()
-	}
-	return answers
-}
-
-func countFresh(t *testing.T, answers <-chan answer) (fresh int) {
-	t.Helper()
-	for range cap(answers) {
-		a := <-answers
-		require.NoError(t, a.err)
-		if a.fresh {
-			fresh++
-		}
-	}
-	return fresh
+	return pgtest.PoolOf(t, config)
 }
 
 // C4: a claim waits for the transaction that holds it, and for no other; a claim of another ID or
@@ -218,45 +156,15 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, dedup.Numbered(1), id))
 }
 
-// Two calls in one transaction can deadlock with another's, as the documentation says; the loser
-// gets ErrRetry.
-func TestDeadlockOfSeveralCallsIsForRetry(t *testing.T) {
-	t.Parallel()
-	pool, claims := newPool(t, pgtest.Database(t), 3, "deadlock_timeout", "50ms"), newClaims(t)
-	ids := newIDs(t, 2)
-	a, aPID := begin(t, pool, pgx.TxOptions{})
-	b, bPID := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.Claim(t.Context(), a, dedup.Numbered(1), ids[0], 0)
-	require.NoError(t, err)
-	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[1], 0)
-	require.NoError(t, err)
-	answers := claimInBackground(t, claims, a, ids[1])
-	waitUntilBlocked(t, pool, aPID, bPID)
-	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[0], 0)
-	if err != nil {
-		requireRetry(t, err, "40P01")
-		require.NoError(t, b.Rollback(t.Context()))
-		assert.Equal(t, answer{fresh: true}, <-answers)
-		return
-	}
-	requireRetry(t, (<-answers).err, "40P01")
-}
-
 // beforeSQL calls a function once, before the first statement with a text is sent.
-type beforeSQL struct {
-	text string
-	call func()
-	once sync.Once
-}
-
-func (b *beforeSQL) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	if strings.Contains(data.SQL, b.text) {
-		b.once.Do(b.call)
+func beforeSQL(text string, call func()) pgtest.Statements {
+	var once sync.Once
+	return func(sql string) {
+		if strings.Contains(sql, text) {
+			once.Do(call)
+		}
 	}
-	return ctx
 }
-
-func (*beforeSQL) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // Property: a claim that is made in an old day between the look that found the day empty and the
 // lock on the table keeps its day. C29.
@@ -266,14 +174,11 @@ func TestClaimBeforeTheLockKeepsItsDay(t *testing.T) {
 	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g", Window: time.Minute})
 	require.NoError(t, err)
 	late := idAt(time.Now().AddDate(0, 0, -3))
-	before := &beforeSQL{text: "LOCK TABLE ONLY", call: func() {
-		require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, late))
-	}}
 	config := pool.Config()
-	config.ConnConfig.Tracer = before
-	traced, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(traced.Close)
+	config.ConnConfig.Tracer = beforeSQL("LOCK TABLE ONLY", func() {
+		require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, late))
+	})
+	traced := pgtest.PoolOf(t, config)
 	day := "processed_messages_" + time.Now().UTC().AddDate(0, 0, -3).Format("20060102")
 	require.Zero(t, number(t, pool, partitionOfSQL, late, "past"))
 

@@ -1,13 +1,9 @@
 package dedup_test
 
 import (
-	"context"
 	"fmt"
 	"math"
-	"math/rand/v2"
-	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -33,79 +29,6 @@ func storedVersion(t *testing.T, pool *pgxpool.Pool, resource string) (version i
 	t.Helper()
 	require.NoError(t, pool.QueryRow(t.Context(), `SELECT version FROM effectonce.fences WHERE scope = 'orders' AND resource = $1`, resource).Scan(&version))
 	return version
-}
-
-// C47: eight writers apply random versions of a few resources at once, some of them several times in a
-// transaction. Per resource, the applied versions only grow, in the order of the commits, each is
-// applied once, and the last one is the greatest that was given.
-func TestVersionsNeverRegress(t *testing.T) {
-	t.Parallel()
-	pool, claims := newPool(t, pgtest.Database(t), 8), newClaims(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE applied (n bigint GENERATED ALWAYS AS IDENTITY, resource text, version bigint)`)
-	require.NoError(t, err)
-	var mu sync.Mutex
-	given := map[string]int64{}
-	failures := make(chan error, 8)
-	for range cap(failures) {
-		go func() {
-			var err error
-			for i := 0; i < 60 && err == nil; i++ {
-				versions := make([]version, 1+rand.IntN(6))
-				for k := range versions {
-					versions[k] = version{fmt.Sprint("order-", rand.IntN(4)), rand.Int64N(400)}
-				}
-				slices.SortStableFunc(versions, func(a, b version) int { return strings.Compare(a.resource, b.resource) })
-				mu.Lock()
-				for _, v := range versions {
-					given[v.resource] = max(given[v.resource], v.version)
-				}
-				mu.Unlock()
-				err = applyVersions(t.Context(), pool, claims, versions)
-			}
-			failures <- err
-		}()
-	}
-	for range cap(failures) {
-		require.NoError(t, <-failures)
-	}
-
-	rows, err := pool.Query(t.Context(), `SELECT resource, version FROM applied ORDER BY n`)
-	require.NoError(t, err)
-	last := map[string]int64{}
-	var v version
-	_, err = pgx.ForEachRow(rows, []any{&v.resource, &v.version}, func() error {
-		if before, ok := last[v.resource]; ok && v.version <= before {
-			return fmt.Errorf("version %d of %s was applied after %d", v.version, v.resource, before)
-		}
-		last[v.resource] = v.version
-		return nil
-	})
-	require.NoError(t, err)
-	require.Equal(t, given, last)
-	for name, newest := range given {
-		require.Equal(t, newest, storedVersion(t, pool, name))
-	}
-}
-
-type version struct {
-	resource string
-	version  int64
-}
-
-// applyVersions has an effect for each version that is applied, in the same transaction.
-func applyVersions(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, versions []version) error {
-	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		for _, v := range versions {
-			applied, err := claims.Fence(ctx, tx, "orders", v.resource, v.version)
-			if applied && err == nil {
-				_, err = tx.Exec(ctx, `INSERT INTO applied (resource, version) VALUES ($1, $2)`, v.resource, v.version)
-			}
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	})
 }
 
 // C47: an older or equal version is not applied, a newer one is. Neither scopes nor resources see each

@@ -1,20 +1,14 @@
 package dedup_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
-	"strings"
 	"sync"
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -160,122 +154,6 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	require.Equal(t, 1, number(t, pool, completeSQL, false))
 	require.NoError(t, reader.Rollback(t.Context()))
 	require.Equal(t, []string{dayName(4)}, maintain(t, pool, claims).Truncated)
-}
-
-// Property: while several processes, some of which are killed, forget days, a claim of an old
-// message is a duplicate, or the first one, or the mark after it says that it may not be the first.
-// Claims that are missing are older than the mark. At every isolation level. A2, B15.
-func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
-	longtest.Only(t, "kills at random moments")
-	t.Parallel()
-	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
-		t.Run(string(level), func(t *testing.T) {
-			t.Parallel()
-			hammerForgetting(t, level)
-		})
-	}
-}
-
-func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
-	t.Helper()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	unquiet(t, pool) // otherwise the day is dropped, and its claims are swept one by one
-	stop := make(chan struct{})
-	var maintainers sync.WaitGroup
-	for range 2 {
-		maintainers.Go(func() { maintainUntil(t, pool, claims, stop) })
-	}
-	maintainers.Go(func() { killUntil(t, pool, stop) })
-	ids := make([]uuid.UUID, 20)
-	for i := range ids {
-		ids[i] = idAt(noon(3))
-	}
-	var forgotten int
-	ctx, cancel := context.WithTimeout(t.Context(), 10*waitMax)
-	defer cancel()
-	for round := range 12 {
-		consumer := register(t, pool, claims, fmt.Sprint("c", round), time.Hour)
-		ran := make([]int, len(ids))
-		var mu sync.Mutex
-		var claimers sync.WaitGroup
-		for range 4 {
-			claimers.Go(func() {
-				for marked := false; !marked; {
-					i := rand.N(len(ids))
-					fresh, at, err := claimMarked(ctx, pool, claims, consumer, ids[i], level)
-					if errors.Is(err, dedup.ErrRetry) && ctx.Err() == nil {
-						continue
-					}
-					if !assert.NoError(t, err) { //nolint:testifylint // not in the goroutine of the test
-						return
-					}
-					marked = at.After(noon(3))
-					mu.Lock()
-					if fresh && marked {
-						forgotten++
-					} else if fresh {
-						ran[i]++
-					}
-					mu.Unlock()
-				}
-			})
-		}
-		claimers.Wait()
-		for i, n := range ran {
-			require.LessOrEqual(t, n, 1, "round %d, message %d", round, i)
-		}
-		if t.Failed() {
-			break
-		}
-	}
-	close(stop)
-	maintainers.Wait()
-	require.NotZero(t, forgotten, "no claim met one that was forgotten")
-}
-
-// maintainUntil maintains continuously, also while another process does.
-func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop <-chan struct{}) {
-	t.Helper()
-	config := pool.Config()
-	config.ConnConfig.RuntimeParams["application_name"] = "maintainer"
-	own, err := pgxpool.NewWithConfig(t.Context(), config)
-	if !assert.NoError(t, err) { //nolint:testifylint // not in the goroutine of the test
-		return
-	}
-	defer own.Close()
-	for {
-		select {
-		case <-stop:
-			return
-		default:
-		}
-		_, err := claims.Maintain(t.Context(), own, dedup.MaintainOptions{Owner: "test"})
-		var pgErr *pgconn.PgError
-		if errors.As(err, &pgErr) && !strings.HasPrefix(pgErr.Code, "57") && !strings.HasPrefix(pgErr.Code, "55") && !strings.HasPrefix(pgErr.Code, "40") {
-			assert.NoError(t, err) //nolint:testifylint // not in the goroutine of the test
-		}
-		_, _ = pool.Exec(t.Context(), `UPDATE effectonce.maintenance SET lease_until = NULL WHERE job = 'claims'`)
-	}
-}
-
-// killsMax bounds the kills of a test: on a slow machine no run would end between two of them.
-const killsMax = 40
-
-// killUntil kills maintainers at random moments.
-func killUntil(t *testing.T, pool *pgxpool.Pool, stop <-chan struct{}) {
-	t.Helper()
-	moment := time.NewTicker(30 * time.Millisecond)
-	defer moment.Stop()
-	for kills := int64(0); kills < killsMax; {
-		select {
-		case <-stop:
-			return
-		case <-moment.C:
-		}
-		tag, _ := pool.Exec(context.WithoutCancel(t.Context()), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-			WHERE datname = current_database() AND application_name = 'maintainer' AND state <> 'idle' AND random() < 0.3`)
-		kills += tag.RowsAffected()
-	}
 }
 
 // Property: one process at a time maintains; a holder that died is replaced when its lease is over.

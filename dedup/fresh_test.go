@@ -22,6 +22,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // sql is a list of steps without parameters.
@@ -241,7 +242,7 @@ func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
 			conn, gated := connectGated(t, address, mode)
 			claims := newClaims(t)
 			for attempt := range 3 {
-				ctx, cancel := context.WithTimeout(t.Context(), waitMax)
+				ctx, cancel := context.WithTimeout(t.Context(), testwait.Bound)
 				defer cancel()
 				context.AfterFunc(ctx, func() { gated.gate(false) })
 				if attempt > 0 || mode != pgx.QueryExecModeCacheStatement { // which prepares at its first use

@@ -138,15 +138,6 @@ func randomText(random *rand.Rand, length int) string {
 	return string(text)
 }
 
-// Scope and text cannot run into each other: where a scope ends is part of the hash.
-func TestScopesCannotCollide(t *testing.T) {
-	t.Parallel()
-	assert.NotEqual(t, dedup.MessageID("a", []byte("bc")), dedup.MessageID("ab", []byte("c")))
-	assert.NotEqual(t, dedup.MessageID("", []byte("orders")), dedup.MessageID("orders", nil))
-	assert.NotEqual(t, dedup.MessageID("a", []byte("1")), dedup.MessageID("b", []byte("1")))
-	assert.NotEqual(t, dedup.MessageID("a", []byte("1")), dedup.MessageID("a", []byte("\x00\x00\x00\x011")))
-}
-
 // A child ID is the same at every re-execution and on every machine, has the form of a UUIDv7 and
 // carries the time that it was given; another parent, step or time gives another one.
 func TestPublishIDIsDerivedFromItsParts(t *testing.T) {

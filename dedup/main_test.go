@@ -2,9 +2,9 @@ package dedup_test
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -13,12 +13,10 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
-
-// waitMax bounds every wait of these tests: a condition that is not met in that time never will be.
-const waitMax = 2 * time.Minute
 
 func newClaims(tb testing.TB) *dedup.Claims {
 	tb.Helper()
@@ -79,22 +77,10 @@ func freshOf(result *dedup.Result, err error) ([]bool, error) {
 // waitUntil returns once the query is true.
 func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
-	limit := time.NewTimer(waitMax)
-	defer limit.Stop()
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		var so bool
+	testwait.True(t, fmt.Sprint(sql, args), func() (so bool) {
 		require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&so))
-		if so {
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-limit.C:
-			require.FailNow(t, "the database never came to say", "%s %v", sql, args)
-		}
-	}
+		return so
+	})
 }
 
 // waitUntilBlocked returns once exactly these processes block the first one.

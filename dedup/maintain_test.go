@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -308,6 +309,43 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)))
 }
 
+// Property: no claim comes between the end of a day's claims and the mark: one of a forgotten message
+// that is made just before the mark moves waits, and sees the mark. A2.
+func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	consumer, old := register(t, pool, claims, "c", time.Hour), idAt(noon(3))
+	claimAlone(t, pool, claims, consumer, old)
+	unquiet(t, pool) // otherwise the day is dropped, and its claims are swept one by one
+	for {
+		tx, pid := begin(t, pool, pgx.TxOptions{})
+		done, called, fresh, at := make(chan error, 1), false, false, time.Time{}
+		config := pool.Config()
+		config.ConnConfig.Tracer = beforeSQL("-- dedup.mark", func() {
+			called = true
+			go func() {
+				var err error
+				fresh, at, err = claimMarkedIn(t.Context(), tx, claims, consumer, old, false)
+				done <- errors.Join(err, tx.Commit(t.Context()))
+			}()
+			testwait.True(t, "the claim waits, or is made", func() bool {
+				return len(done) > 0 || number(t, pool, `SELECT cardinality(pg_blocking_pids($1))`, int32(pid)) > 0
+			})
+		})
+		report, err := claims.Maintain(t.Context(), pgtest.PoolOf(t, config), dedup.MaintainOptions{Owner: "test"})
+		if called {
+			require.NoError(t, testwait.Chan(t, "the claim", done))
+		}
+		if err != nil { // on a busy machine the run gets no lock in time, or is ended while it waits here
+			continue
+		}
+		require.Equal(t, []string{dayName(3)}, report.Truncated)
+		require.True(t, fresh)
+		require.Equal(t, endOf(3), at.UTC())
+		return
+	}
+}
+
 // Property: a consumer whose first claim in a day was committed while the run waited for the day's lock
 // has its mark moved. A2.
 func TestLateHolderOfADayIsMarked(t *testing.T) {
@@ -354,7 +392,7 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	}
 	unquiet(t, pool)
 	fill(6)
-	claims.SetLookMax(waitMax) // on any machine
+	claims.SetLookMax(testwait.Bound) // on any machine
 	maintain(t, pool, claims)
 	require.Equal(t, endOf(6), mark(t, pool, a))
 	require.Zero(t, mark(t, pool, b), "there is time enough")

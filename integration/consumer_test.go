@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -313,38 +312,6 @@ func TestProtocolIsTheOneAskedFor(t *testing.T) {
 			})
 			require.NoError(t, m.terminate())
 		})
-	}
-}
-
-// Property: a static member that restarts within its session gets its partitions back, and no other
-// member's partitions move; nothing is redelivered. Row C42 of guarantees.md.
-func TestStaticMemberKeepsItsPartitions(t *testing.T) {
-	longtest.Only(t, "three processes, and what each logs")
-	t.Parallel()
-	ctx := t.Context()
-	c, pool := consuming(t, child{SessionTimeout: 30 * time.Second}, 4)
-	member := func(name string) *process {
-		c.Instance = name
-		return start(t, c)
-	}
-	a, b := member("a"), member("b")
-	assigned := func(p *process) int { return strings.Count(p.log.String(), "partition assigned") }
-	eventually(t, "both have partitions", func() (bool, any) {
-		n := count(ctx, t, pool, `SELECT count(DISTINCT owner) FROM effectonce.consumer_positions WHERE NOT released`)
-		return n == 2, n
-	})
-	producedAt(t, c.Brokers, pool, c.Topic, "a", 8, 100, 0)
-	handled(ctx, t, pool)
-	before := assigned(b)
-	require.NoError(t, a.terminate())
-	producedAt(t, c.Brokers, pool, c.Topic, "b", 8, 100, 0)
-	again := member("a")
-	handled(ctx, t, pool)
-	require.Equal(t, 2, assigned(again))
-	require.Equal(t, before, assigned(b), "the other one was left alone")
-	for _, p := range []*process{again, b} {
-		require.NoError(t, p.terminate())
-		require.Contains(t, p.log.String(), "duplicates=0")
 	}
 }
 

@@ -173,6 +173,8 @@ func (d *dumped) prepare(t *testing.T) {
 	d.writers.run(ctx, t, pool)
 	d.waiting = append(d.waiting, "behind")
 	d.insert(t, pool, d.paused, "behind")
+	_, err = pool.Exec(ctx, `INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) VALUES (effectonce.uuid_v7(), 1, 0)`)
+	require.NoError(t, err)
 	_, err = pool.Exec(ctx, `INSERT INTO effectonce.outbox_scheduled (topic, payload, due_at)
 		VALUES ($1, 'soon', clock_timestamp() + interval '1 second'), ($1, 'far', clock_timestamp() + interval '1 day')`, d.later)
 	require.NoError(t, err)

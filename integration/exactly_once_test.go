@@ -4,10 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"math/rand/v2"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -26,65 +23,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/servers"
 )
-
-// Property: with exactly-once, readers of committed records that share no code with the relay see
-// each row once, by its ID and by its offset, after relays were killed 50 times: at each point
-// between two durable steps, and at random moments while rows are written. Rows O8, O13, O28, O30
-// of guarantees.md.
-func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
-	longtest.Only(t, "kills at random moments")
-	t.Parallel()
-	kills := 50
-	ctx, kafka := t.Context(), kafkatest.Kafka(t)
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d, transaction.version %d", seed, transactionVersion(t, kafka.Brokers))
-	random := rand.New(rand.NewPCG(seed, 0))
-	c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafka.Brokers, Lease: time.Second, Shards: 3, ExactlyOnce: true}
-	pool := openWorkload(t, c.URL)
-	topic := kafkatest.Topic(t, 3)
-	write := func(transactions int) {
-		writers{goroutines: 4, transactions: transactions, keys: 11, topic: topic, seed: random.Uint64()}.run(ctx, t, pool)
-	}
-	points := []string{crashpoint.RelayRead, crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted, crashpoint.RelayProgressed}
-	relays := []*process{start(t, c), start(t, c)}
-	for kill := range kills {
-		i := kill % len(relays)
-		if kill < 2*len(points) { // each point, at its first pass and after some
-			relays[i].kill()
-			doomed := c
-			doomed.CrashAt, doomed.CrashAfter = points[kill/2], kill%2*(1+random.IntN(5))
-			p := start(t, doomed)
-			eventually(t, "the relay reaches "+doomed.CrashAt, func() (bool, any) {
-				write(40)
-				return p.ended(), p.log
-			})
-			require.ErrorContains(t, p.err, "killed")
-		} else {
-			victim, wait := relays[i], random.Float64()*0.4
-			go func() {
-				// The database waits, for as long as some of the writing takes. If it cannot, the
-				// kill comes at once.
-				_, _ = pool.Exec(ctx, `SELECT pg_sleep($1)`, wait)
-				victim.signal(syscall.SIGKILL)
-			}()
-			write(400)
-			<-victim.done
-		}
-		relays[i] = start(t, c)
-	}
-	requirePublished(t, pool, topic)
-	for _, r := range relays {
-		require.NoError(t, r.terminate())
-	}
-	writeEnds(t, kafka.Brokers, topic)
-	requireRowsOnce(t, pool, topic, readForeign(t, kafka, topic))
-	all := readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted)
-	committed := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
-	t.Logf("%d kills; %d rows; a reader of uncommitted records sees %d more, of aborted transactions", kills, committed, len(all)-committed)
-	require.Greater(t, len(all), committed, "the test's own premise: kills hit transactions that were under way")
-}
 
 // Property: a relay that is frozen in the middle of a transaction, and never wakes, holds up
 // readers of committed records no longer than until its successor takes the shard and fences it,
@@ -155,7 +94,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	require.NoError(t, heir.terminate())
 	require.Equal(t, rows, count(ctx, t, pool, published))
 	writeEnds(t, kafka.Brokers, topic)
-	requireRowsOnce(t, pool, topic, readForeign(t, kafka, topic))
+	requireRowsOnce(t, pool, topic, readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted))
 	all := len(readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted))
 	t.Logf("%d rows; a reader of uncommitted records sees %d more, of the aborted transaction", rows, all-rows)
 	if point == crashpoint.RelayAcknowledged {
@@ -269,55 +208,6 @@ func readPartition(t *testing.T, reader sarama.Consumer, topic string, partition
 			t.Fatalf("read partition %d of %s: %d records within two minutes, and not its end", partition, topic, len(found))
 		}
 	}
-}
-
-var consoleLine = regexp.MustCompile(`(?m)^Partition:(\d+)\tOffset:(\d+)\t(\S*)$`)
-
-var consoleID = regexp.MustCompile(`(?:^|,)message-id:([0-9a-f-]{36})(?:,|$)`)
-
-// readConsole reads so many rows, and what ends the partitions, with Kafka's own console consumer,
-// in the broker's container. Rows that came twice push others out.
-func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string, rows int) []place {
-	t.Helper()
-	partitions := partitionsOf(t, kafka.Brokers, topic)
-	output, err := kafka.Exec(t.Context(), "/opt/kafka/bin/kafka-console-consumer.sh", "--bootstrap-server", "localhost:9094",
-		"--topic", topic, "--from-beginning", "--isolation-level", level, "--timeout-ms", "60000",
-		"--max-messages", strconv.Itoa(rows+len(partitions)),
-		"--formatter-property", "print.partition=true", "--formatter-property", "print.offset=true",
-		"--formatter-property", "print.headers=true", "--formatter-property", "print.value=false")
-	require.NoError(t, err)
-	var found []place
-	ends := 0
-	for _, line := range consoleLine.FindAllSubmatch(output, -1) {
-		if string(line[3]) == endHeader+":null" {
-			ends++
-			continue
-		}
-		partition, err := strconv.ParseInt(string(line[1]), 10, 32)
-		require.NoError(t, err)
-		offset, err := strconv.ParseInt(string(line[2]), 10, 64)
-		require.NoError(t, err)
-		id := consoleID.FindSubmatch(line[3])
-		require.NotNil(t, id, "no message-id in %s", line[0])
-		found = append(found, place{int32(partition), offset, string(id[1])})
-	}
-	require.Len(t, partitions, ends, "the console consumer did not get to the end:\n%.2000s", output)
-	return found
-}
-
-// readForeign has every reader that is there for this Kafka read what is committed, and requires
-// that they agree.
-func readForeign(t *testing.T, kafka *servers.Kafka, topic string) []place {
-	t.Helper()
-	found := readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted)
-	if kafka.Kind != servers.KindContainer {
-		t.Logf("read_committed: %d records by sarama; there is no container with Kafka's console consumer", len(found))
-		return found
-	}
-	console := readConsole(t, kafka, topic, "read_committed", len(found))
-	t.Logf("read_committed: %d records by sarama, %d by kafka-console-consumer.sh", len(found), len(console))
-	require.ElementsMatch(t, console, found)
-	return found
 }
 
 // requireRowsOnce requires that a reader saw each committed row of the outbox once, by its ID and

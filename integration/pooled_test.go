@@ -17,13 +17,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // Property: behind a PgBouncer in transaction mode, with fewer server connections than partitions,
@@ -143,33 +141,6 @@ func TestNamedStatementsBehindPgBouncerCostNothing(t *testing.T) {
 	right := start(t, c)
 	handled(ctx, t, db)
 	require.NoError(t, right.terminate())
-}
-
-// Property: migrations that are run through a pooler all the same, by several processes at once,
-// are never half done: each that fails is rolled back, and a run without the pooler finds or makes
-// the whole schema.
-func TestMigrationsThroughPgBouncerAreNeverHalfDone(t *testing.T) {
-	t.Parallel()
-	address := pgtest.EmptyDatabase(t)
-	p := newPooler(t, address, "default_pool_size = 3")
-	var group errgroup.Group
-	for range 6 {
-		group.Go(func() error {
-			conn, err := pgx.Connect(t.Context(), p.url(describeOnly))
-			if err != nil {
-				return err
-			}
-			defer func() { _ = conn.Close(t.Context()) }()
-			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
-			defer cancel()
-			_ = migrations.Up(ctx, conn, migrations.Options{}) // its lock may be held by others, too
-			return nil
-		})
-	}
-	require.NoError(t, group.Wait())
-	p.kill() // with the locks that it kept
-	pgtest.Migrate(t, address)
-	require.NoError(t, migrations.Check(t.Context(), open(t, address), migrations.Options{}))
 }
 
 // pooler is a PgBouncer in front of a database, in transaction mode. It listens at a socket of its

@@ -65,9 +65,6 @@ type child struct {
 	Lease          time.Duration
 	SessionTimeout time.Duration
 	IdleTimeout    time.Duration
-	DrainMax       time.Duration
-	HandlerTimeout time.Duration // and StatementTimeout
-	Pause          time.Duration // that the database takes for each message
 	BatchMax       int
 	Order          consumer.Order
 	Protocol       string // of the group: see protocols
@@ -211,7 +208,6 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	var fresh, duplicates atomic.Int64
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
 		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
-		DrainMax: c.DrainMax, HandlerTimeout: c.HandlerTimeout, StatementTimeout: c.HandlerTimeout,
 		Hooks:    consumer.Hooks{Processed: func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); duplicates.Add(int64(p.Duplicates)) }},
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
 	})
@@ -262,11 +258,6 @@ const insertEffect = `INSERT INTO effects (message_id, key, version, worker) VAL
 func (c child) effect(ctx context.Context, tx pgx.Tx, msg *consumer.Message, e event) error {
 	if _, err := tx.Exec(ctx, insertEffect, [16]byte(msg.ID), e.Key, e.Version, os.Getpid()); err != nil {
 		return err
-	}
-	if c.Pause > 0 {
-		if _, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, c.Pause.Seconds()); err != nil {
-			return err
-		}
 	}
 	if c.Forward == "" {
 		return nil

@@ -3,14 +3,11 @@ package integration_test
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"os"
 	"runtime"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -122,91 +119,6 @@ func killRelay(t *testing.T, c child) {
 	if c.ExactlyOnce {
 		require.Zero(t, s.duplicates)
 	}
-}
-
-// Property: killed and frozen at random moments under load, while others wait or share the work,
-// and beside changes of the number of shards, relays lose nothing and keep the order of first
-// occurrences; with exactly-once and fixed shards a reader of committed records sees nothing twice. Rows O8, O13,
-// O30 of guarantees.md.
-func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
-	longtest.Only(t, "kills at random moments")
-	t.Parallel()
-	for name, c := range map[string]child{
-		"one shard": {Shards: 1}, "shared": {Shards: 4}, "exactly once": {Shards: 1, ExactlyOnce: true}, "shared, exactly once": {Shards: 3, ExactlyOnce: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			either(t, "fixed shards", "changing shards", func(t *testing.T, changing bool) {
-				t.Helper()
-				disturbRelays(t, c, changing)
-			})
-		})
-	}
-}
-
-func disturbRelays(t *testing.T, c child, changing bool) {
-	t.Helper()
-	rounds := 6
-	ctx := t.Context()
-	c.URL = pgtest.Database(t)
-	pool := openWorkload(t, c.URL)
-	topic := kafkatest.Topic(t, 3)
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
-	random := rand.New(rand.NewPCG(seed, 0))
-	c.Role, c.Brokers, c.Lease = "relay", kafkatest.Brokers(t), time.Second
-	relays := []*process{start(t, c), start(t, c), start(t, c)}
-	for round := range rounds {
-		writers{goroutines: 6, transactions: 300, keys: 7, topic: topic, seed: seed + uint64(round), pauses: round%2 == 0}.run(ctx, t, pool)
-		if changing && round > 0 {
-			relays = changeShards(t, c, pool, relays, int16(1+random.IntN(5)), random.IntN(2) > 0)
-		}
-		i := random.IntN(len(relays))
-		if random.IntN(3) > 0 {
-			relays[i].kill()
-			relays[i] = start(t, c)
-			continue
-		}
-		// Frozen beyond its lease: another one takes over; then both run.
-		relays[i].signal(syscall.SIGSTOP)
-		requirePublished(t, pool, topic)
-		relays[i].signal(syscall.SIGCONT)
-	}
-	requirePublished(t, pool, topic)
-	for _, r := range relays {
-		require.NoError(t, r.terminate())
-	}
-	s := requirePublished(t, pool, topic)
-	t.Logf("%d records, %d of them duplicates", s.records, s.duplicates)
-	if c.ExactlyOnce && !changing {
-		require.Zero(t, s.duplicates)
-	}
-}
-
-// changeShards stops or kills all relays but one, which is frozen during the change and continues
-// afterwards.
-func changeShards(t *testing.T, c child, pool *pgxpool.Pool, relays []*process, shards int16, kill bool) []*process {
-	t.Helper()
-	relays[0].signal(syscall.SIGSTOP)
-	for _, r := range relays[1:] {
-		if kill {
-			r.kill()
-		} else {
-			require.NoError(t, r.terminate())
-		}
-	}
-	eventually(t, "all leases are over", func() (bool, any) {
-		_, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "test", Why: "disturbance"}, shards)
-		if !errors.Is(err, relay.ErrRelayRuns) {
-			require.NoError(t, err)
-		}
-		return err == nil, err
-	})
-	relays[0].signal(syscall.SIGCONT)
-	for i := range relays[1:] {
-		relays[i+1] = start(t, c)
-	}
-	return relays
 }
 
 // Property: the memory of a relay that finds a backlog does not grow with the backlog.

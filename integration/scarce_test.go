@@ -2,9 +2,7 @@ package integration_test
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
-	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -77,52 +75,6 @@ func TestFullDiskIsWaitedOut(t *testing.T) {
 			require.Zero(t, s.duplicates)
 		}
 	})
-}
-
-// Property: a server that has no connection left for the relay is waited out, by one that starts
-// then as by one that runs and loses those that it has. Row O37 of guarantees.md.
-func TestNoConnectionLeftIsWaitedOut(t *testing.T) {
-	longtest.Only(t, "it waits for a line of the log to be repeated")
-	t.Parallel()
-	ctx, url := t.Context(), pgtest.Database(t)
-	pool, topic, log := open(t, url), kafkatest.Topic(t, 1), &lockedBuffer{}
-	prefix := pgtest.RolePrefix(t, url)
-	execute := func(sql string) {
-		_, err := pool.Exec(ctx, sql)
-		require.NoError(t, err)
-	}
-	execute(`CREATE ROLE ` + prefix + `_all; GRANT pg_read_all_data, pg_write_all_data TO ` + prefix + `_all; GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA effectonce TO ` + prefix + `_all`)
-	relays := open(t, pgtest.Login(t, url, prefix, "all"))
-	limit := func(n int) { execute(fmt.Sprintf(`ALTER ROLE %s_login_all CONNECTION LIMIT %d`, prefix, n)) }
-	refused := func(times int) {
-		eventually(t, "the relay is refused", func() (bool, any) {
-			n := strings.Count(log.String(), "SQLSTATE 53300")
-			return n >= times, log
-		})
-	}
-	published := func(values ...string) {
-		eventually(t, "it is published", func() (bool, any) {
-			got := distinct(t, topic)
-			return slices.Equal(got, values), got
-		})
-	}
-	insert := func(payload string) {
-		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', convert_to($2, 'UTF8'))`, topic, payload)
-		require.NoError(t, err)
-	}
-	limit(0)
-	running(t, relays, kafkatest.Brokers(t), relay.Config{Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))})
-	insert("first")
-	refused(2)
-	limit(10)
-	published("first")
-	limit(0)
-	seen := strings.Count(log.String(), "SQLSTATE 53300")
-	execute(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '` + prefix + `_login_all'`)
-	insert("second")
-	refused(seen + 1) // repeated warnings are written every 30 s
-	limit(10)
-	published("first", "second")
 }
 
 // upkeep forgets claims, for a consumer that has been registered and has not consumed yet, so that

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -84,43 +82,6 @@ func totals(t *testing.T, stopped []*process) (fresh, duplicates int) {
 		fresh, duplicates = fresh+f, duplicates+d
 	}
 	return fresh, duplicates
-}
-
-// Property: DrainMax bounds a clean stop: a handler that the database keeps busy for longer is cut
-// off, its transaction is rolled back, and its message has its effect later, once. Row C42 of
-// guarantees.md.
-func TestDrainMaxBoundsTheStop(t *testing.T) {
-	t.Parallel()
-	ctx := t.Context()
-	c, pool := consuming(t, child{Pause: time.Hour, DrainMax: 100 * time.Millisecond, HandlerTimeout: 10 * time.Minute}, 1)
-	producedAt(t, c.Brokers, pool, c.Topic, "k", 1, 5, 0)
-	slow := start(t, c)
-	sleeping := `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'`
-	eventually(t, "a handler is at work", func() (bool, any) { return count(ctx, t, pool, sleeping) == 1, slow.log })
-	slow.signal(syscall.SIGTERM)
-	eventually(t, "the consumer stops", func() (bool, any) { return slow.ended(), slow.log })
-	require.NoError(t, slow.err)
-	require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effects`))
-	c.Pause = 0
-	next := start(t, c)
-	handled(ctx, t, pool)
-	require.NoError(t, next.terminate())
-}
-
-// Property: SIGTERM before the consumer has joined, or while its database is away, ends it cleanly,
-// too.
-func TestStopBeforeItBegan(t *testing.T) {
-	t.Parallel()
-	c, _ := consuming(t, child{}, 1)
-	var group sync.WaitGroup
-	for _, url := range []string{c.URL, "postgres://postgres@127.0.0.1:1/nobody"} {
-		c.URL = url
-		p := start(t, c)
-		group.Go(func() { _ = p.terminate() })
-		eventually(t, "it stops", func() (bool, any) { return p.ended(), p.log })
-		require.NoError(t, p.err, p.log)
-	}
-	group.Wait()
 }
 
 // Property: relay, consumer and completer return nil in time whenever they are stopped, also while they start, and can be started

@@ -4,7 +4,6 @@ import (
 	"context"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -12,13 +11,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
-
-// waitMax bounds every wait of these tests: a condition that is not met in that time never will be.
-const waitMax = 2 * time.Minute
 
 func newOutbox(tb testing.TB, cfg outbox.Config) *outbox.Outbox {
 	tb.Helper()
@@ -81,29 +78,14 @@ func newPool(t *testing.T, address string, settings ...string) *pgxpool.Pool {
 	for pair := range slices.Chunk(settings, 2) {
 		config.ConnConfig.RuntimeParams[pair[0]] = pair[1]
 	}
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
+	return pgtest.PoolOf(t, config)
 }
 
 // waitUntilBlocked returns once a process waits for a lock.
 func waitUntilBlocked(t *testing.T, pool *pgxpool.Pool, waiter uint32) {
 	t.Helper()
-	limit := time.NewTimer(waitMax)
-	defer limit.Stop()
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		var so bool
+	testwait.True(t, "the process waits for a lock", func() (so bool) {
 		require.NoError(t, pool.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(waiter)).Scan(&so))
-		if so {
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-limit.C:
-			require.FailNow(t, "the process never came to wait")
-		}
-	}
+		return so
+	})
 }

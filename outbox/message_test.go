@@ -1,11 +1,9 @@
 package outbox_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"maps"
-	"math/rand/v2"
 	"slices"
 	"sort"
 	"strings"
@@ -235,60 +233,6 @@ func byName(headers []outbox.Header) map[string][][]byte {
 		values[h.Name] = append(values[h.Name], h.Value)
 	}
 	return values
-}
-
-// O36: headers are read from the database byte for byte: null is not empty, binary values are kept,
-// and the order and the number of several headers of one name stay.
-func TestHeadersComeBackFromTheDatabase(t *testing.T) {
-	t.Parallel()
-	sets := [][]outbox.Header{
-		nil,
-		{},
-		{{Name: "null"}, {Name: "empty", Value: []byte{}}},
-		{{Name: "text", Value: []byte("ü☃😀\n\"\\<>&\u2028")}},
-		{{Name: "looks like the binary form", Value: []byte(`{"base64": "AA=="}`)}},
-		{{Name: "binary", Value: []byte{0, 0xff}}, {Name: "broken UTF-8", Value: []byte("a\xffb")}, {Name: "NUL", Value: []byte("a\x00b")}},
-		{{Name: "a", Value: []byte("2")}, {Name: "b", Value: []byte("x")}, {Name: "a", Value: []byte("1")}, {Name: "a"}, {Name: "a", Value: []byte{0}}, {Name: "a", Value: []byte("1")}},
-		{{Name: "two nulls"}, {Name: "two nulls"}},
-		{{Name: "ü \"'\\", Value: []byte("x")}, {Name: strings.Repeat("n", 1000), Value: bytes.Repeat([]byte("v"), 100_000)}},
-	}
-	random := rand.New(rand.NewPCG(3, 4))
-	for range 1000 {
-		sets = append(sets, randomHeaders(random))
-	}
-	msgs := make([]outbox.Message, len(sets))
-	for i, headers := range sets {
-		msgs[i] = outbox.Message{Topic: "orders", Headers: headers}
-	}
-
-	pool := pgtest.Pool(t)
-	publishAlone(t, pool, msgs...)
-	stored := rows(t, pool)
-	require.Len(t, stored, len(sets))
-	for i, r := range stored {
-		decoded, err := outbox.DecodeHeaders([]byte(r.Headers))
-		require.NoError(t, err, r.Headers)
-		require.Len(t, decoded, len(sets[i]))
-		require.Equal(t, byName(sets[i]), byName(decoded), r.Headers)
-	}
-}
-
-func randomHeaders(random *rand.Rand) []outbox.Header {
-	headers := make([]outbox.Header, random.IntN(6))
-	for i := range headers {
-		headers[i].Name = []string{"a", "b", "base64", "ü", " "}[random.IntN(5)]
-		switch random.IntN(4) {
-		case 0: // null
-		case 1:
-			headers[i].Value = []byte(strings.Repeat("ü\"\\", random.IntN(3)))
-		default:
-			headers[i].Value = make([]byte, random.IntN(5))
-			for j := range headers[i].Value {
-				headers[i].Value[j] = byte(random.Uint32())
-			}
-		}
-	}
-	return headers
 }
 
 // Headers are decoded in the order of the text, so that a record does not depend on the order of a

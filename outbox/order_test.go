@@ -4,8 +4,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
-	"math/rand/v2"
-	"strconv"
 	"testing"
 	"time"
 
@@ -56,58 +54,6 @@ func inversions(t *testing.T, pool *pgxpool.Pool) (inverted, messages int) {
 	require.NoError(t, err)
 	assert.Zero(t, phantoms)
 	return inverted, messages
-}
-
-// O6: sixteen writers that insert a key's message while they hold the lock that orders the key get
-// seq in the order of their commits, for every key: with Publish after the lock, and with a buffer
-// that was filled before it and flushed at the end. Some of them roll back.
-func TestSeqIsCommitOrderUnderTheKeysLock(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	accounts(t, pool)
-	refused := errors.New("refused")
-	const writers, rounds = 16, 30
-	done := make(chan error, writers)
-	for writer := range writers {
-		random := rand.New(rand.NewPCG(5, uint64(writer)))
-		go func() {
-			for round := range rounds {
-				key := strconv.Itoa(random.IntN(orderKeys))
-				m := outbox.Message{ID: uuid.New(), Topic: "accounts", Key: []byte(key)}
-				err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-					buffer := outbox.NewBuffer()
-					if writer%2 == 0 {
-						if err := buffer.Add(t.Context(), m); err != nil {
-							return err
-						}
-					}
-					if err := change(t.Context(), tx, key, m.ID); err != nil {
-						return err
-					}
-					if writer%2 != 0 {
-						if err := outbox.Publish(t.Context(), tx, m); err != nil {
-							return err
-						}
-					}
-					if err := buffer.Flush(t.Context(), tx); err != nil || round%7 != 6 {
-						return err
-					}
-					return refused
-				})
-				if err != nil && !errors.Is(err, refused) {
-					done <- err
-					return
-				}
-			}
-			done <- nil
-		}()
-	}
-	for range writers {
-		require.NoError(t, <-done)
-	}
-	inverted, messages := inversions(t, pool)
-	assert.Zero(t, inverted)
-	assert.Equal(t, writers*(rounds-rounds/7), messages)
 }
 
 // O6, the other way round: what the documentation of Publish warns of does happen. A message that

@@ -2,7 +2,6 @@ package outbox_test
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"net"
@@ -18,7 +17,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -140,34 +138,6 @@ func (c countedConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// O36: key and payload are kept byte for byte, and null is not empty: neither for the key nor for
-// the payload, where null is a tombstone.
-func TestKeyAndPayloadAreKeptByteForByte(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	every := make([]byte, 256)
-	for i := range every {
-		every[i] = byte(i)
-	}
-	var msgs []outbox.Message
-	for _, key := range [][]byte{nil, {}, {0}, []byte("k\x00k"), {0xff, 0xfe}, every} {
-		for _, payload := range [][]byte{nil, {}, {0}, every} {
-			msgs = append(msgs, outbox.Message{Topic: "orders", Key: key, Payload: payload})
-		}
-	}
-	publishAlone(t, pool, msgs...)
-	for i, r := range rows(t, pool) {
-		assert.Equal(t, msgs[i].Key, r.Key, i)
-		assert.Equal(t, msgs[i].Payload, r.Payload, i)
-		hashed := msgs[i].Key
-		if hashed == nil {
-			hashed = r.ID[:]
-		}
-		assert.Equal(t, int16(sha256.Sum256(hashed)[0]), r.Shard, i)
-		assert.True(t, r.TxidIsIt, i)
-	}
-}
-
 // A queued publish shares the round trip of other statements and refuses the same messages.
 func TestQueueSharesARoundTrip(t *testing.T) {
 	t.Parallel()
@@ -221,24 +191,6 @@ func TestInjectedHeadersDoNotOverride(t *testing.T) {
 		return o.Publish(t.Context(), tx)
 	}))
 	assert.Equal(t, 1, calls, "nothing to inject into")
-}
-
-// Everything happens in the configured schema; there is no other one in this database.
-func TestConfiguredSchemaIsUsed(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t, pgtest.EmptyDatabase(t))
-	conn, err := pool.Acquire(t.Context())
-	require.NoError(t, err)
-	require.NoError(t, migrations.Up(t.Context(), conn.Conn(), migrations.Options{Schema: "tenant_7"}))
-	conn.Release()
-
-	o := newOutbox(t, outbox.Config{Schema: "tenant_7"})
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, outbox.Message{Topic: "orders"})
-	}))
-	var n int
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM tenant_7.outbox").Scan(&n))
-	assert.Equal(t, 1, n)
 }
 
 // S1: an invalid schema name never reaches a statement; all problems of a configuration are

@@ -137,30 +137,6 @@ func TestErrorsOfAnyBytes(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'failed' AND locked_until IS NULL AND error LIKE 'call of phase "charge": bank says %'`))
 }
 
-// Property: a phase that panics does not end the completer's program, and its key is free; after a
-// call that must not be repeated the key is in doubt. Rows H1, H5 of guarantees.md.
-func TestCompleterSurvivesAPanic(t *testing.T) {
-	t.Parallel()
-	for once, state := range map[bool]string{false: "running", true: "indeterminate"} {
-		pool, away := newPool(t), true
-		charged := calls(once, func(*step) error {
-			if away {
-				return idempotency.NotDone(errAway)
-			}
-			return nil
-		})
-		charged.Write = func(context.Context, pgx.Tx, *step) error { panic("nil map") }
-		flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true}, []idempotency.Phase[payment]{charged, ends("ship")})
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		require.ErrorIs(t, err, errAway)
-		passes(t, pool, time.Hour)
-		away = false
-		_, err = flow.Complete(t.Context())
-		require.ErrorContains(t, err, "panic: nil map")
-		require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = $1 AND locked_until IS NULL AND error LIKE '%nil map%'`, state))
-	}
-}
-
 // Property: the reconciler is called when a call that was on its way to the foreign system has
 // arrived, by the database's clock, and not before; one that panics, or
 // does not know, decides nothing; it is not asked again at once. Row H5.

@@ -117,27 +117,6 @@ func TestConflictsAreTriedAgain(t *testing.T) {
 	require.Equal(t, 11, runs)
 }
 
-// Property: a pool of two connections serves fifty clients with few keys: no request waits for a
-// connection while it holds one. Row H22 of guarantees.md.
-func TestSmallPoolDoesNotDeadlock(t *testing.T) {
-	t.Parallel()
-	wide := newPool(t)
-	config := wide.Config()
-	config.MaxConns = 2
-	pool := pgtest.PoolOf(t, config)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: time.Minute})
-	var group sync.WaitGroup
-	for i := range 50 {
-		group.Go(func() {
-			name := fmt.Sprint(i % 5)
-			_, err := o.Once(t.Context(), key(name), insertOnce(name))
-			assert.NoError(t, err)
-		})
-	}
-	group.Wait()
-	require.Equal(t, 5, count(t, wide, `SELECT count(*) FROM effects`))
-}
-
 // Property: a status that is not a final answer is rejected before anything is stored, whether the
 // outcome came from the work, Final or Config.Failed. It would panic wherever it is sent, at each
 // replay.

@@ -2,18 +2,14 @@ package kafkatest_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
@@ -41,8 +37,7 @@ func deleteTopic(t *testing.T, brokers []string, topic string) {
 }
 
 // ReadAll sees what is committed, once and in order, and ends: where the topic is empty, and where a
-// partition ends in a transaction's marker. ReadBelowOpenAt ends while a transaction is open, where
-// ReadAll fails.
+// partition ends in a transaction's marker. It fails while a transaction stays open.
 func TestReadAllReadsWhatIsCommitted(t *testing.T) {
 	t.Parallel()
 	for name, brokers := range map[string][]string{
@@ -67,12 +62,10 @@ func TestReadAllReadsWhatIsCommitted(t *testing.T) {
 				produce(t, transactional, topic, 2, value)
 				require.NoError(t, transactional.EndTransaction(t.Context(), end))
 			}
-			want := []string{"0/plain 3", "1/plain 1", "1/plain 2", "2/committed"}
-			assert.Equal(t, want, values(kafkatest.ReadAllAt(t, brokers, topic)))
+			assert.Equal(t, []string{"0/plain 3", "1/plain 1", "1/plain 2", "2/committed"}, values(kafkatest.ReadAllAt(t, brokers, topic)))
 
 			require.NoError(t, transactional.BeginTransaction())
 			produce(t, transactional, topic, 0, "open")
-			assert.Equal(t, want, values(kafkatest.ReadBelowOpenAt(t, brokers, topic)))
 			impatient := &impatient{TB: t}
 			assert.PanicsWithValue(t, impatient, func() { kafkatest.ReadAllAt(impatient, brokers, topic) })
 			assert.Contains(t, impatient.failed, "transactions are open")
@@ -117,38 +110,4 @@ func TestTopicLastsAsLongAsTheTest(t *testing.T) { //nolint:tparallel // the end
 	})
 	require.True(t, passed)
 	kafkatest.Gone(t, kafkatest.Brokers(t), topic)
-}
-
-// A topic that was made anew has another ID and no records, and takes new ones.
-func TestRecreatedTopicIsEmpty(t *testing.T) {
-	t.Parallel()
-	topic, client := kafkatest.Topic(t, 1), kafkatest.Client(t)
-	id := func() kadm.TopicID {
-		metadata, err := kadm.NewClient(kafkatest.Client(t)).Metadata(t.Context(), topic) // a client remembers it
-		require.NoError(t, err)
-		return metadata.Topics[topic].ID
-	}
-	earlier := id()
-	produce(t, client, topic, 0, "earlier")
-	kafkatest.Recreate(t, topic)
-	require.NotEqual(t, earlier, id())
-	require.Empty(t, kafkatest.ReadAll(t, topic))
-	produce(t, kafkatest.Client(t), topic, 0, "later")
-	require.Equal(t, []string{"0/later"}, values(kafkatest.ReadAll(t, topic)))
-}
-
-// Fake is kfake also where there is a real Kafka, and takes its options.
-func TestFakeInjectsFaults(t *testing.T) {
-	t.Parallel()
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "seeded"))
-	require.Len(t, fake.ListenAddrs(), 1)
-	var faults atomic.Int32
-	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-		faults.Add(1)
-		return nil, errors.New("the connection breaks"), true
-	})
-	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.MetadataMinAge(10*time.Millisecond))
-	produce(t, client, "seeded", 0, "in spite of it")
-	assert.EqualValues(t, 1, faults.Load())
-	assert.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "seeded"), 1)
 }

@@ -30,25 +30,6 @@ func ReadAll(tb testing.TB, topic string) []*kgo.Record {
 // ReadAllAt is ReadAll for another cluster.
 func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 	tb.Helper()
-	return readAt(tb, brokers, topic, func(ctx context.Context, admin *kadm.Client) (kadm.ListedOffsets, error) {
-		return marked(ctx, tb, admin, topic)
-	})
-}
-
-// ReadBelowOpenAt is ReadAllAt for a topic in which a transaction is open: it returns what is
-// committed before the first record of that transaction, by partition.
-func ReadBelowOpenAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
-	tb.Helper()
-	return readAt(tb, brokers, topic, func(ctx context.Context, admin *kadm.Client) (kadm.ListedOffsets, error) {
-		return admin.ListCommittedOffsets(ctx, topic)
-	})
-}
-
-// endOf returns how far a topic is to be read.
-type endOf func(ctx context.Context, admin *kadm.Client) (kadm.ListedOffsets, error)
-
-func readAt(tb testing.TB, brokers []string, topic string, end endOf) []*kgo.Record {
-	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
 	defer cancel()
 	client, err := kgo.NewClient(
@@ -62,7 +43,7 @@ func readAt(tb testing.TB, brokers []string, topic string, end endOf) []*kgo.Rec
 		tb.Fatalf("open a Kafka client: %v", err)
 	}
 	defer client.Close()
-	missing, err := offsetsToRead(ctx, kadm.NewClient(client), topic, end)
+	missing, err := offsetsToRead(ctx, kadm.NewClient(client), topic)
 	if err != nil {
 		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
 	}
@@ -96,9 +77,8 @@ func readAt(tb testing.TB, brokers []string, topic string, end endOf) []*kgo.Rec
 // marked returns the end of what can be read as committed, which is the end of the topic at the time
 // of the call. Brokers acknowledge the end of a transaction before they have marked it in each
 // partition; until then its committed records cannot be read, so marked waits for that. It does not
-// wait for transactions that begin later. It fails the test if one stays open.
-func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
-	tb.Helper()
+// wait for transactions that begin later, and returns an error if one stays open.
+func marked(ctx context.Context, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
 	all, err := admin.ListEndOffsets(ctx, topic)
 	if err != nil {
 		return nil, err
@@ -126,12 +106,12 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 }
 
 // offsetsToRead returns the end of each partition that has records before it.
-func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string, end endOf) (map[int32]int64, error) {
+func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string) (map[int32]int64, error) {
 	starts, err := admin.ListStartOffsets(ctx, topic)
 	if err != nil {
 		return nil, err
 	}
-	ends, err := end(ctx, admin)
+	ends, err := marked(ctx, admin, topic)
 	if err != nil {
 		return nil, err
 	}

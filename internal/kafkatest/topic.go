@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kerr"
 
 	"github.com/effectonce/effectonce/internal/testwait"
 )
@@ -92,35 +91,21 @@ func Count(tb testing.TB, topic string) int {
 	tb.Helper()
 	client := open(tb, Brokers(tb))
 	defer client.Close() // now and not at the end of the test: tests call Count in loops
-	starts, ends := offsets(tb, kadm.NewClient(client), topic)
-	n := 0
-	ends.Each(func(end kadm.ListedOffset) {
-		if start, ok := starts.Lookup(topic, end.Partition); ok {
-			n += int(end.Offset - start.Offset)
+	admin, n := kadm.NewClient(client), 0
+	// It fails while a leader is elected, which happens right after a topic was created.
+	until(tb, "the offsets of topic "+topic, func(ctx context.Context) error {
+		starts, err := admin.ListStartOffsets(ctx, topic)
+		if err != nil {
+			return err
 		}
+		ends, err := admin.ListEndOffsets(ctx, topic)
+		n = 0
+		ends.Each(func(end kadm.ListedOffset) {
+			if start, ok := starts.Lookup(topic, end.Partition); ok {
+				n += int(end.Offset - start.Offset)
+			}
+		})
+		return err
 	})
 	return n
-}
-
-// offsets retries while a leader is elected, which happens right after a topic was created.
-func offsets(tb testing.TB, admin *kadm.Client, topic string) (starts, ends kadm.ListedOffsets) {
-	tb.Helper()
-	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
-	defer cancel()
-	for {
-		starts, err := admin.ListStartOffsets(ctx, topic)
-		if err == nil {
-			ends, err = admin.ListEndOffsets(ctx, topic)
-		}
-		if err == nil {
-			return starts, ends
-		}
-		var shards *kadm.ShardErrors
-		if errors.As(err, &shards) && len(shards.Errs) > 0 {
-			err = shards.Errs[0].Err
-		}
-		if !kerr.IsRetriable(err) || ctx.Err() != nil {
-			tb.Fatalf("list the offsets of topic %s: %v", topic, err)
-		}
-	}
 }

@@ -25,63 +25,39 @@ const lockSQL = `-- ownschema.lock
 SELECT FROM effectonce.schema_version FOR UPDATE`
 
 const lookSQL = `-- ownschema.look
-SELECT count(*) > 0, coalesce(pg_catalog.max(pg_catalog.obj_description(oid, 'pg_namespace')), '') FROM pg_catalog.pg_namespace WHERE nspname = $1`
+SELECT coalesce(pg_catalog.obj_description(oid, 'pg_namespace'), '') FROM pg_catalog.pg_namespace WHERE nspname = $1`
 
 // mark is the comment of a schema that maker created.
 func mark(maker string) string {
 	return "made by " + maker + " of effectonce, which may empty or drop it"
 }
 
-const makeTries = 5
-
 // Make creates a schema and marks it. It accepts an existing schema if this maker marked it; that
 // schema may contain what an earlier run left.
-func Make(ctx context.Context, conn *pgx.Conn, schema, maker string) (err error) {
-	for range makeTries {
-		// If another program creates the schema at the same time, the conflict is reported only
-		// after its commit. Then check again whose it is.
-		if err = makeOrAccept(ctx, conn, schema, maker); !taken(err) {
-			return err
-		}
+func Make(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
+	err := MakeNew(ctx, conn, schema, maker)
+	if !errors.Is(err, ErrNotOwn) {
+		return err
 	}
-	return err
-}
-
-func makeOrAccept(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
-	var there bool
 	var comment string
-	if err := conn.QueryRow(ctx, lookSQL, schema).Scan(&there, &comment); err != nil {
+	if err := conn.QueryRow(ctx, lookSQL, schema).Scan(&comment); err != nil {
 		return fmt.Errorf("look for schema %s: %w", schema, err)
 	}
-	switch {
-	case there && comment == mark(maker):
+	if comment == mark(maker) {
 		return nil
-	case there:
-		return fmt.Errorf("schema %s exists and %s did not create it: %w; use another database, or rename the schema: ALTER SCHEMA %s RENAME TO …",
-			schema, maker, ErrNotOwn, quote(schema))
 	}
-	return create(ctx, conn, schema, maker)
+	return fmt.Errorf("schema %s exists and %s did not create it: %w; use another database, or rename the schema: ALTER SCHEMA %s RENAME TO …",
+		schema, maker, ErrNotOwn, quote(schema))
 }
 
 // MakeNew creates a schema that must not exist yet, so that its maker may drop it.
 func MakeNew(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
-	err := create(ctx, conn, schema, maker)
-	if taken(err) {
-		return fmt.Errorf("schema %s already exists, and this run did not create it: %w", schema, ErrNotOwn)
-	}
-	return err
-}
-
-// taken reports whether a CREATE SCHEMA found the name in use, before it (42P06) or at the same
-// time (23505).
-func taken(err error) bool {
-	return pgerr.Is(err, pgerr.DuplicateSchema, pgerr.UniqueViolation)
-}
-
-func create(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
 	// COMMENT takes no parameters; the mark has no quotes. Both statements are one transaction.
 	_, err := conn.Exec(ctx, "CREATE SCHEMA "+quote(schema)+"; COMMENT ON SCHEMA "+quote(schema)+" IS '"+mark(maker)+"'", pgx.QueryExecModeSimpleProtocol)
-	if err != nil {
+	switch {
+	case pgerr.Is(err, pgerr.DuplicateSchema, pgerr.UniqueViolation): // it was there, or another program has just committed it
+		return fmt.Errorf("schema %s already exists, and this run did not create it: %w", schema, ErrNotOwn)
+	case err != nil:
 		return fmt.Errorf("create schema %s: %w", schema, err)
 	}
 	return nil

@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -14,7 +13,8 @@ import (
 const (
 	schema = "effectonce_example"
 	maker  = "examples/example"
-	tables = `CREATE TABLE IF NOT EXISTS effectonce_example.orders (id int); TRUNCATE effectonce_example.orders`
+	tables = `CREATE TABLE IF NOT EXISTS effectonce_example.orders (id int); TRUNCATE effectonce_example.orders;
+		CREATE OR REPLACE FUNCTION one() RETURNS int RETURN 1;`
 )
 
 // Property: programs that open a database at once, and again, all get the schema; what is written
@@ -25,7 +25,7 @@ func TestNamesWithoutASchemaAreItsOwn(t *testing.T) {
 	conn := pgtest.Connect(t, address)
 	pgtest.Exec(t, conn, `CREATE TABLE orders AS SELECT generate_series(1, 500) AS id`)
 	var opening sync.WaitGroup
-	errs := make([]error, 4)
+	errs := make([]error, 8)
 	for i := range errs {
 		opening.Go(func() {
 			pool, err := ownschema.Open(t.Context(), address, schema, maker, tables)
@@ -94,22 +94,4 @@ func TestLostSearchPathIsRefused(t *testing.T) {
 	defer pool.Close()
 	_, err = pool.Exec(t.Context(), `CREATE TABLE orders (id int)`)
 	require.ErrorContains(t, err, "search_path")
-}
-
-// Property: programs that share a database may all begin at once.
-func TestManyBeginAtOnce(t *testing.T) {
-	t.Parallel()
-	address := pgtest.EmptyDatabase(t)
-	const tables = "CREATE TABLE IF NOT EXISTS mine (id int); CREATE OR REPLACE FUNCTION one() RETURNS int RETURN 1;"
-	var group errgroup.Group
-	for range 8 {
-		group.Go(func() error {
-			pool, err := ownschema.Open(t.Context(), address, "mine", "a test", tables)
-			if err == nil {
-				pool.Close()
-			}
-			return err
-		})
-	}
-	require.NoError(t, group.Wait())
 }

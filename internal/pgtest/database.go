@@ -15,7 +15,6 @@ import (
 
 const (
 	cleanupMax   = 2 * time.Minute
-	poolCloseMax = 2 * time.Minute
 	poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
 )
 
@@ -27,30 +26,7 @@ func Pool(tb testing.TB) *pgxpool.Pool {
 		tb.Fatalf("parse the URL of the test's database: %v", err)
 	}
 	config.MaxConns = poolConnsMax
-	pool, err := pgxpool.NewWithConfig(tb.Context(), config)
-	if err != nil {
-		tb.Fatalf("open a pool on the test's database: %v", err)
-	}
-	tb.Cleanup(func() { closePool(tb, pool) })
-	return pool
-}
-
-// closePool does not wait forever for a connection that the test kept: the checks that follow
-// report what that connection is doing.
-func closePool(tb testing.TB, pool *pgxpool.Pool) {
-	tb.Helper()
-	closed := make(chan struct{})
-	go func() {
-		pool.Close()
-		close(closed)
-	}()
-	limit := time.NewTimer(poolCloseMax)
-	defer limit.Stop()
-	select {
-	case <-closed:
-	case <-limit.C:
-		tb.Errorf("close the test's pool: %d connections were never released", pool.Stat().AcquiredConns())
-	}
+	return PoolOf(tb, config)
 }
 
 // Database returns the URL of a migrated database that only this test uses.

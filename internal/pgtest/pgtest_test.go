@@ -1,7 +1,6 @@
 package pgtest_test
 
 import (
-	"fmt"
 	"os"
 	"strconv"
 	"testing"
@@ -12,50 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/servers"
-	"github.com/effectonce/effectonce/migrations"
 )
-
-// Tests that run at once do not see each other's rows, and find the schema installed.
-func TestPoolIsTheTestsOwn(t *testing.T) {
-	t.Parallel()
-	for i := range 4 {
-		t.Run(fmt.Sprint(i), func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.Pool(t)
-			require.NoError(t, migrations.Check(t.Context(), pool, migrations.Options{}))
-			_, err := pool.Exec(t.Context(), "CREATE TABLE own AS SELECT 1 AS n")
-			require.NoError(t, err)
-		})
-	}
-}
-
-// A test of the migrations themselves starts from nothing.
-func TestEmptyDatabaseHasNoSchema(t *testing.T) {
-	t.Parallel()
-	address := pgtest.EmptyDatabase(t)
-	conn := pgtest.Connect(t, address)
-	require.ErrorIs(t, migrations.Check(t.Context(), conn, migrations.Options{}), migrations.ErrTooOld)
-	pgtest.Migrate(t, address)
-	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
-}
-
-// A cluster of the test's own survives a crash with what was committed, and syncs its writes.
-func TestClusterCanBeKilled(t *testing.T) {
-	t.Parallel()
-	cluster := pgtest.Cluster(t, map[string]string{"deadlock_timeout": "200ms"})
-	pgtest.Migrate(t, cluster.URL)
-	require.NoError(t, cluster.Kill(t.Context()))
-	require.NoError(t, cluster.Restart(t.Context()))
-	conn := pgtest.Connect(t, cluster.URL)
-	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
-	var fsync, timeout string
-	err := conn.QueryRow(t.Context(), "SELECT current_setting('fsync'), current_setting('deadlock_timeout')").Scan(&fsync, &timeout)
-	require.NoError(t, err)
-	assert.Equal(t, "on", fsync)
-	assert.Equal(t, "200ms", timeout)
-	assert.NotEqual(t, servers.KindExternal, cluster.Kind)
-}
 
 // A transaction that a test forgot, and an outbox row from another cluster, fail the test with
 // words that lead to the cause.

@@ -25,7 +25,14 @@ func PoolOf(tb testing.TB, config *pgxpool.Config) *pgxpool.Pool {
 	if err != nil {
 		tb.Fatalf("open a pool of the test: %v", err)
 	}
-	tb.Cleanup(pool.Close)
+	tb.Cleanup(func() {
+		closed := make(chan struct{})
+		go func() {
+			pool.Close()
+			close(closed)
+		}()
+		testwait.Chan(tb, "the test releases the connections of its pool", closed)
+	})
 	return pool
 }
 

@@ -64,68 +64,48 @@ func PartitionerOption(opts []kgo.Opt) (kgo.Opt, error) {
 
 type partitioner struct{ inner kgo.Partitioner }
 
-// ForTopic returns a value with the optional interfaces of the inner one: the client behaves
-// differently for each.
+// ForTopic returns a value with OnNewBatch only if the inner one has it: the client then partitions
+// the record that begins a batch twice.
 func (p *partitioner) ForTopic(name string) kgo.TopicPartitioner {
-	plain := &topic{inner: p.inner.ForTopic(name)}
-	backup, byBackup := plain.inner.(kgo.TopicBackupPartitioner)
-	onNewBatch, sticky := plain.inner.(kgo.TopicPartitionerOnNewBatch)
-	switch {
-	case byBackup && sticky:
-		return &stickyBackupTopic{backupTopic{plain, backup}, stickyTopic{plain, onNewBatch}}
-	case byBackup:
-		return &backupTopic{plain, backup}
-	case sticky:
-		return &stickyTopic{plain, onNewBatch}
+	t := &topic{TopicPartitioner: p.inner.ForTopic(name)}
+	if inner, ok := t.TopicPartitioner.(kgo.TopicPartitionerOnNewBatch); ok {
+		return &stickyTopic{t, inner}
 	}
-	return plain
+	return t
 }
 
 // topic handles one record at a time.
 type topic struct {
-	inner kgo.TopicPartitioner
-	last  bool // whether the last record was placed by SetPartition
+	kgo.TopicPartitioner
+
+	last bool // whether the last record was placed by SetPartition
 }
 
 func (t *topic) RequiresConsistency(r *kgo.Record) bool {
-	return isSet(r) || t.inner.RequiresConsistency(r)
+	return isSet(r) || t.TopicPartitioner.RequiresConsistency(r)
 }
 
-func (t *topic) Partition(r *kgo.Record, n int) int {
+// PartitionByBackup is what the client calls instead of Partition.
+func (t *topic) PartitionByBackup(r *kgo.Record, n int, backup kgo.TopicBackupIter) int {
 	if t.last = isSet(r); t.last {
 		return int(r.Partition)
 	}
-	return t.inner.Partition(r, n)
-}
-
-type backupTopic struct {
-	*topic
-	inner kgo.TopicBackupPartitioner
-}
-
-func (t *backupTopic) PartitionByBackup(r *kgo.Record, n int, backup kgo.TopicBackupIter) int {
-	if t.last = isSet(r); t.last {
-		return int(r.Partition)
+	if inner, ok := t.TopicPartitioner.(kgo.TopicBackupPartitioner); ok {
+		return inner.PartitionByBackup(r, n, backup)
 	}
-	return t.inner.PartitionByBackup(r, n, backup)
+	return t.Partition(r, n)
 }
 
 type stickyTopic struct {
 	*topic
+
 	inner kgo.TopicPartitionerOnNewBatch
 }
 
-// OnNewBatch is called between two calls of Partition for the same record. It is not passed on for
-// a record that SetPartition placed: that record says nothing about the others.
+// OnNewBatch is called between two calls of PartitionByBackup for the same record. It is not passed
+// on for a record that SetPartition placed: that record says nothing about the others.
 func (t *stickyTopic) OnNewBatch() {
 	if !t.last {
 		t.inner.OnNewBatch()
 	}
 }
-
-type stickyBackupTopic struct {
-	backupTopic
-	sticky stickyTopic
-}
-
-func (t *stickyBackupTopic) OnNewBatch() { t.sticky.OnNewBatch() }

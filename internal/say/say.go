@@ -10,6 +10,9 @@ import (
 // Every is how often a lasting condition is logged after the first time.
 const Every = 30 * time.Second
 
+// linesMax bounds how many conditions are remembered.
+const linesMax = 1000
+
 // Lines are the conditions that were logged. The zero value is ready; it is safe for concurrent
 // use.
 type Lines struct {
@@ -32,7 +35,9 @@ func (l *Lines) Due(key string, lasts bool) (times int, due bool) {
 	now := time.Now()
 	known := l.lines[key]
 	if known == nil || !known.lasts && now.Sub(known.seen) > 2*Every {
-		l.forget(now)
+		if l.lines == nil || len(l.lines) >= linesMax {
+			l.lines = map[string]*line{} // each is logged once more
+		}
 		known = &line{since: now, lasts: lasts}
 		l.lines[key] = known
 	}
@@ -43,26 +48,6 @@ func (l *Lines) Due(key string, lasts bool) (times int, due bool) {
 	}
 	known.said = now
 	return known.times, true
-}
-
-// linesMax bounds how many conditions are remembered. Above it, ended ones are forgotten.
-const linesMax = 1000
-
-func (l *Lines) forget(now time.Time) {
-	if l.lines == nil {
-		l.lines = map[string]*line{}
-	}
-	if len(l.lines) < linesMax {
-		return
-	}
-	for key, known := range l.lines {
-		if !known.lasts && now.Sub(known.seen) > 2*Every {
-			delete(l.lines, key)
-		}
-	}
-	if len(l.lines) >= linesMax {
-		clear(l.lines) // each is logged once more, which is better than logging all of them forever
-	}
 }
 
 // Ended is a condition that ended.

@@ -75,9 +75,6 @@ func postgresBinaries(ctx context.Context) (string, error) {
 		return "", err
 	}
 	defer func() { _ = os.RemoveAll(scratch) }()
-	if err := giveAway(scratch); err != nil {
-		return "", err
-	}
 	port, err := freePort(ctx)
 	if err != nil {
 		return "", err
@@ -89,27 +86,26 @@ func postgresBinaries(ctx context.Context) (string, error) {
 }
 
 // download leaves the programs in the directory "postgres" of scratch. The library cannot only
-// download: it starts a server, which proves that the programs work here, and stops it.
+// download: it also starts a server, which fails for root. It creates its own directory once the
+// programs are complete.
 func download(scratch string, version embeddedpostgres.PostgresVersion, port int) error {
 	at := func(name string) string { return filepath.Join(scratch, name) }
-	config := embeddedpostgres.DefaultConfig().
+	server := embeddedpostgres.NewDatabase(embeddedpostgres.DefaultConfig().
 		Version(version).Port(uint32(port)).Logger(io.Discard).
 		CachePath(at("archive")).BinariesPath(at("postgres")).RuntimePath(at("run")).DataPath(at("data")).
 		Locale("C").Encoding("UTF8").StartTimeout(time.Minute).
-		StartParameters(map[string]string{"listen_addresses": "127.0.0.1", "unix_socket_directories": ""})
+		StartParameters(map[string]string{"listen_addresses": "127.0.0.1", "unix_socket_directories": ""}))
 	// The library downloads with the default client. Its connection would look like a leak to
 	// tests.
 	defer http.DefaultClient.CloseIdleConnections()
-	return asOrdinaryUser(func() error {
-		if _, err := os.ReadDir(scratch); err != nil {
-			return fmt.Errorf("user %d must be able to enter the directory for temporary files (set TMPDIR): %w", ordinary, err)
-		}
-		server := embeddedpostgres.NewDatabase(config)
-		if err := server.Start(); err != nil {
-			return err
-		}
+	err := server.Start()
+	if err == nil {
 		return server.Stop()
-	})
+	}
+	if _, incomplete := os.Stat(at("run")); incomplete != nil {
+		return err
+	}
+	return nil
 }
 
 // cacheDir returns the directory that keeps the programs between runs. For root it is one that the
@@ -137,7 +133,7 @@ func cacheDir(version embeddedpostgres.PostgresVersion) (string, error) {
 	if !info.IsDir() || !trusted || info.Mode().Perm()&0o022 != 0 {
 		return "", fmt.Errorf("%s is not a directory that only this user can write to: remove it", dir)
 	}
-	return dir, giveAway(dir)
+	return dir, nil
 }
 
 // lock excludes other processes until unlock, or until this process ends.

@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -146,39 +145,6 @@ func TestTimeLimitsAgree(t *testing.T) {
 }
 
 type charge struct{ Receipt string }
-
-// Property: of a hundred concurrent requests with one key one is executed, whatever the version of
-// HTTP; the others get its answer, or that it is in progress and when to retry. Row H7 of
-// guarantees.md.
-func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
-	t.Parallel()
-	for _, http2 := range []bool{false, true} {
-		pool := newPool(t)
-		s := start(t, newMiddleware(t, pool, operation(idempotency.Config{WaitMax: 20 * time.Millisecond})).Handler(insert(http.StatusCreated)), http2)
-		var fresh atomic.Int64
-		var group sync.WaitGroup
-		for range 100 {
-			group.Go(func() {
-				a, err := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
-				switch {
-				case !assert.NoError(t, err): //nolint:testifylint // not the test's goroutine
-				case a.status == http.StatusConflict:
-					assert.Regexp(t, `^[1-9][0-9]*$`, a.header.Get("Retry-After"))
-					assert.Equal(t, "urn:effectonce:problem:"+serving.KeyInProgress, a.problem.Type)
-				default:
-					assert.Equal(t, http.StatusCreated, a.status)
-					assert.Equal(t, "made a", a.body)
-					if !a.replayed() {
-						fresh.Add(1)
-					}
-				}
-			})
-		}
-		group.Wait()
-		require.EqualValues(t, 1, fresh.Load())
-		require.Equal(t, 1, effects(t, pool))
-	}
-}
 
 // Property: each status does with the handler's writes, its messages and its response what the
 // package's text says, at the first and at the second request. Row H18 of

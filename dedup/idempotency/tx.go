@@ -176,6 +176,12 @@ func (t *transaction) runWork(ctx context.Context, work func(ctx context.Context
 		return errors.Join(errEnded, err)
 	}
 	if !t.failed() {
+		if err == nil && t.changed { // in a round trip of its own: the driver prepares a batch before it executes any of it
+			batch := &pgx.Batch{}
+			batch.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role)
+			t.o.queueLimits(batch, t.o.cfg.LockTimeout)
+			err = t.conn.SendBatch(ctx, batch).Close()
+		}
 		return err
 	}
 	if err == nil {
@@ -205,11 +211,7 @@ func (t *transaction) cut() {
 // waits for a synchronous standby visible without being replicated. If the server does not answer
 // in time, commit returns and leaves the connection to a goroutine.
 func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
-	restore, batch := &pgx.Batch{}, &pgx.Batch{}
-	if t.changed { // of its own: the driver prepares a batch before any of it is executed
-		restore.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role)
-		t.o.queueLimits(restore, t.o.cfg.LockTimeout)
-	}
+	batch := &pgx.Batch{}
 	last(batch)
 	if t.guarded {
 		batch.Queue(handlertx.CloseGuardSQL)
@@ -224,13 +226,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	t.pooled = nil
 	done, left := make(chan error, 1), atomic.Bool{}
 	go func() {
-		detached, err := context.WithoutCancel(ctx), error(nil)
-		if t.changed {
-			err = conn.SendBatch(detached, restore).Close()
-		}
-		if err == nil {
-			err = conn.SendBatch(detached, batch).Close()
-		}
+		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
 		if handlertx.Ended(err) {
 			err = errors.Join(errEnded, err)
 		}

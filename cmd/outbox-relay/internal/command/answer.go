@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -45,4 +46,32 @@ func list[T any](out io.Writer, asJSON bool, all []T, none, header string, row f
 		text += row(one) + "\n"
 	}
 	return terminal.Write(out, terminal.Table(text))
+}
+
+// Widths of columns, in characters.
+const (
+	keyWidth   = 32
+	errorWidth = 72
+	// kafkaErrorWidth is larger: the text holds the commands that end a hanging transaction.
+	kafkaErrorWidth = 1000
+)
+
+func keyText(key human.Key) string {
+	if key == nil {
+		return "-"
+	}
+	if len(key) == 0 {
+		return `""`
+	}
+	return terminal.Clip(key.String(), keyWidth)
+}
+
+func fullKey(key human.Key) string {
+	switch {
+	case key == nil:
+		return "none: nothing waits behind it"
+	case len(key) == 0:
+		return `""`
+	}
+	return key.String()
 }

@@ -67,10 +67,7 @@ type Request struct {
 
 // Requests returns the requests that are not done, at most 1000.
 func Requests(ctx context.Context, db operator.Querier, schema string) ([]Request, error) {
-	return operator.Rows(ctx, db, "read requests to resume", schema, requestsSQL, func(row pgx.CollectableRow) (o Request, err error) {
-		err = row.Scan(&o.Group, &o.Topic, &o.Partition.Partition, &o.Position, &o.ResumeAt, &o.Holder)
-		return o, err
-	})
+	return operator.Rows(ctx, db, "read requests to resume", schema, requestsSQL, pgx.RowToStructByPos[Request])
 }
 
 // Extent is what Kafka has of a partition: offsets from Start to End.

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
@@ -255,7 +256,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	if err != nil {
 		return broken(check, cmp.Or(ctx.Err(), err))
 	}
-	defer hangUp(ctx, conn)
+	defer cli.HangUp(ctx, conn)
 	first, transactions, err := askBackend(ctx, conn)
 	switch {
 	case err != nil:
@@ -267,13 +268,6 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 		return []Finding{ok(check, "the connection goes to PostgreSQL directly")}
 	}
 	return []Finding{ok(check, "the connection goes through a pooler; the relay works with it, \"outbox-relay migrate\" needs a direct connection to PostgreSQL: see docs/how-to/pgbouncer.md")}
-}
-
-// hangUp closes a connection cleanly, and waits at most a second.
-func hangUp(ctx context.Context, conn *pgx.Conn) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-	defer cancel()
-	_ = conn.Close(ctx) // the work is done
 }
 
 // askBackend returns the PID of the backend that answers in a transaction, and whether transactions

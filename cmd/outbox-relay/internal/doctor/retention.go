@@ -163,7 +163,7 @@ func kept(config kadm.ResourceConfig) (d time.Duration, known bool) {
 	if config.Err != nil {
 		return 0, false
 	}
-	if onlyCompacted(config) {
+	if text(config, "cleanup.policy") == "compact" {
 		return forever, true
 	}
 	ms, known := setting(config, "retention.ms")
@@ -171,12 +171,6 @@ func kept(config kadm.ResourceConfig) (d time.Duration, known bool) {
 		return forever, known
 	}
 	return time.Duration(ms) * time.Millisecond, known
-}
-
-func onlyCompacted(config kadm.ResourceConfig) bool {
-	return slices.ContainsFunc(config.Configs, func(entry kadm.Config) bool {
-		return entry.Key == "cleanup.policy" && entry.Value != nil && *entry.Value == "compact"
-	})
 }
 
 func keptText(d time.Duration) string {
@@ -210,8 +204,8 @@ const ifGone = `if it never comes back, see docs/runbook.md, "A group that is go
 func examineHeldBack(held []heldBack, details kadm.TopicDetails, groups kadm.ListedGroups) (found []Finding) {
 	for _, h := range held {
 		age := time.Duration(h.Seconds * float64(time.Second)).Round(time.Minute)
-		switch d, listed := details[h.Topic]; {
-		case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition):
+		switch {
+		case consumers.Absent(details, h.Topic):
 			found = append(found, warn("retention", "create the topic again, or "+ifGone,
 				"group %s has %d positions of topic %s, which does not exist; because of them claims have not been forgotten for %v", h.Group, h.Partitions, h.Topic, age))
 		case !active(groups, h.Group):

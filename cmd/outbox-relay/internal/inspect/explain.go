@@ -125,7 +125,7 @@ type Passed struct {
 // Explain finds a message by its ID or its place. Without kafka (nil) topics are not searched. A
 // Kafka error is part of the explanation: what the database knows is shown even if no broker
 // answers, and so is each section of the database that cannot be read.
-func Explain(ctx context.Context, db Conn, kafka *Kafka, q Question) (*Explanation, error) {
+func Explain(ctx context.Context, db operator.DB, kafka *Kafka, q Question) (*Explanation, error) {
 	e := &explainer{Question: q, db: limited{db}, kafka: kafka, aliases: map[string][]string{}, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil, Problems: []string{}}}
 	for _, step := range []func(context.Context) error{
 		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
@@ -285,15 +285,9 @@ func wrap(what string, err error) error {
 	return nil
 }
 
-// Conn is a connection or a pool, not in a transaction.
-type Conn interface {
-	operator.Querier
-	operator.Beginner
-}
-
 // limited waits for a lock of another session for a second only, in each query: a locked table does not hide
 // what the others have.
-type limited struct{ Conn }
+type limited struct{ operator.DB }
 
 // Query implements operator.Querier. In the transaction the limit holds while the driver describes the
 // statement, too.

@@ -16,7 +16,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/dedup"
-	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
 // rowsMax bounds how many rows of a kind are found.
@@ -44,10 +43,7 @@ func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]R
 }
 
 func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
-	return query(ctx, e, "messages for later", scheduledSQL, func(row pgx.CollectableRow) (r Scheduled, err error) {
-		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds, &r.Refused)
-		return r, err
-	}, asBytes(ids))
+	return query(ctx, e, "messages for later", scheduledSQL, pgx.RowToStructByPos[Scheduled], asBytes(ids))
 }
 
 // states reads what each relay did with the rows.
@@ -110,10 +106,7 @@ func (e *explainer) readRules(ctx context.Context) error {
 }
 
 func (e *explainer) readClaims(ctx context.Context) (err error) {
-	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, func(row pgx.CollectableRow) (c Claim, err error) {
-		err = row.Scan((*[16]byte)(&c.ID), &c.Consumer, &c.Group, &c.ProcessedAt, &c.Forever)
-		return c, err
-	}, asBytes(e.names.sorted()))
+	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, pgx.RowToStructByPos[Claim], asBytes(e.names.sorted()))
 	return err
 }
 
@@ -229,9 +222,8 @@ func (e *explainer) readRequests(ctx context.Context) (err error) {
 		if r.Calling != nil {
 			steps = append(steps, *r.Calling)
 		}
-		key := idempotency.Key{Scope: r.Scope, Operation: r.Operation, Value: r.Key}
 		for _, step := range steps {
-			e.names.addText(key.ChildID(step).String())
+			e.names.addText(r.ChildID(step).String())
 		}
 	}
 	return err

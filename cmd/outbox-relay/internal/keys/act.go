@@ -6,17 +6,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
-	"slices"
-	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
 // RefusedError means that the requested action does not apply to the key in its state. Nothing was
@@ -114,9 +109,12 @@ func RetryAll(ctx context.Context, db *pgxpool.Pool, schema string, by operator.
 // key gets this outcome. It works for indeterminate and abandoned keys, and for running keys that
 // no worker holds. Errors are as in Unlock.
 func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Changed, error) {
-	headers, err := writeHeaders(outcome.Header)
-	if err != nil {
-		return nil, err
+	var headers []byte // null: none
+	if len(outcome.Header) > 0 {
+		var err error
+		if headers, err = json.Marshal(outcome.Header); err != nil {
+			return nil, err
+		}
 	}
 	return change{
 		what: "key.finish", sql: finishSQL, remedy: finishRemedy,
@@ -175,15 +173,14 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 
 // lock locks a key, and returns it as it is then.
 func lock(ctx context.Context, tx pgx.Tx, schema string, place Place) (Row, error) {
-	rows, err := tx.Query(ctx, inSchema(lockSQL, schema), place.Scope, place.Operation, place.Key)
+	rows, err := read(ctx, tx, schema, lockSQL, place.Scope, place.Operation, place.Key)
 	if err != nil {
 		return Row{}, err
 	}
-	row, err := pgx.CollectExactlyOneRow(rows, scanRow)
-	if errors.Is(err, pgx.ErrNoRows) {
+	if len(rows) == 0 {
 		return Row{}, ErrNotFound
 	}
-	return row, err
+	return rows[0], nil
 }
 
 // subject is what is recorded of a key: never its value, the request or the answer.
@@ -264,30 +261,4 @@ type Outcome struct {
 	Header map[string][]string // UTF-8, and none for which idempotency.NeverStored is true
 	Body   []byte
 	Window *time.Duration // how long it is remembered; nil: forever
-}
-
-// writeHeaders returns the stored form of headers; nil: none. A header that must not be replayed is
-// refused instead of dropped: otherwise the operator would believe that clients get it.
-func writeHeaders(header map[string][]string) ([]byte, error) {
-	for _, name := range slices.Sorted(maps.Keys(header)) {
-		switch {
-		case idempotency.NeverStored(name):
-			return nil, fmt.Errorf("header %q of the outcome belongs to one client, connection or moment, and is never stored: leave it out", name)
-		case !storable(name), !storable(header[name]...):
-			return nil, fmt.Errorf("header %q of the outcome: want UTF-8 without zero bytes", name)
-		}
-	}
-	if len(header) == 0 {
-		return nil, nil
-	}
-	text, err := json.Marshal(header)
-	if err != nil {
-		return nil, fmt.Errorf("headers of the outcome: %w", err)
-	}
-	return text, nil
-}
-
-// storable reports whether jsonb keeps the texts unchanged.
-func storable(texts ...string) bool {
-	return !slices.ContainsFunc(texts, func(text string) bool { return !utf8.ValidString(text) || strings.ContainsRune(text, 0) })
 }

@@ -41,7 +41,7 @@ func (p Place) ChildID(step string) uuid.UUID {
 	return idempotency.Key{Scope: p.Scope, Operation: p.Operation, Value: p.Key}.ChildID(step)
 }
 
-// Row is a key, without its request and its answer.
+// Row is a key, without its request and its answer: the columns, in their order.
 type Row struct {
 	Place
 	// Mark is what logs show instead of the key.
@@ -88,13 +88,6 @@ func (r Row) InDoubt() bool {
 	return r.Call == "once" || r.Call == "repeatable" && r.State == Indeterminate
 }
 
-func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Call, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
-		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
-		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
-	return r, err
-}
-
 // Filter selects keys; a nil field does not filter.
 type Filter struct {
 	// States to list, or Stuck alone. Default: all that are not finished.
@@ -125,16 +118,16 @@ type Name struct {
 	Key              string // its value, or, if it is not finished, its mark as logs show it
 }
 
+const findMax = 100
+
 // Find returns the keys of a name, the newest first, at most 100. Without scope and operation it
 // reads the whole table.
 func Find(ctx context.Context, db operator.Querier, schema string, name Name) ([]Row, error) {
 	return read(ctx, db, schema, findSQL, name.Key, name.Scope, name.Operation, findMax)
 }
 
-const findMax = 100
-
 func read(ctx context.Context, db operator.Querier, schema, sql string, args ...any) ([]Row, error) {
-	return operator.Rows(ctx, db, "read idempotency keys", schema, sql, scanRow, args...)
+	return operator.Rows(ctx, db, "read idempotency keys", schema, sql, pgx.RowToStructByPos[Row], args...)
 }
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

@@ -15,9 +15,8 @@ import (
 
 // Action is a row of operator_actions.
 type Action struct {
-	ID int64 `json:"id"`
-	// The login, recorded by the database; before schema version 8 what the program stated
-	Who     string          `json:"who"`
+	ID      int64           `json:"id"`
+	Who     string          `json:"who"`    // the login, recorded by the database
 	Stated  *string         `json:"stated"` // what the person or program stated
 	What    string          `json:"what"`
 	Why     string          `json:"why"`

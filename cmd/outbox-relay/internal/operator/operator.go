@@ -30,6 +30,12 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
+// DB is a connection or a pool, not in a transaction.
+type DB interface {
+	Querier
+	Beginner
+}
+
 // Rows returns what a statement for a schema reads. Errors begin with what.
 func Rows[T any](ctx context.Context, db Querier, what, schema, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
 	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)

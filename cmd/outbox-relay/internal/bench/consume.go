@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
-	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -89,15 +88,15 @@ func (b *consumeBench) round(ctx context.Context, round int, few, all load) erro
 			return err
 		},
 		func() (err error) {
-			with, err = b.turn(ctx, round, "by_id", all, b.byID)
+			with, err = b.turn(ctx, round, "by_id", all, b.engine(consumer.DedupByID))
 			return err
 		},
 		func() (err error) {
-			without, err = b.turn(nodedup.With(ctx), round, "no_dedup", all, b.byID)
+			without, err = b.turn(nodedup.With(ctx), round, "no_dedup", all, b.engine(consumer.DedupByID))
 			return err
 		},
 		func() error {
-			_, err := b.turn(ctx, round, "by_position", all, b.byPosition)
+			_, err := b.turn(ctx, round, "by_position", all, b.engine(consumer.DedupByPosition))
 			return err
 		},
 	}
@@ -113,28 +112,26 @@ func (b *consumeBench) round(ctx context.Context, round int, few, all load) erro
 	return nil
 }
 
-func (b *consumeBench) byID(ctx context.Context, l load, group string) (float64, error) {
-	return b.engine(ctx, l, group, consumer.DedupByID)
-}
+// variant handles a load as a group, and returns its rate.
+type variant func(ctx context.Context, l load, group string) (float64, error)
 
-func (b *consumeBench) byPosition(ctx context.Context, l load, group string) (float64, error) {
-	return b.engine(ctx, l, group, consumer.DedupByPosition)
-}
-
-// footprint is the space that a run took.
+// footprint is the space that a run took, or what there is of it.
 type footprint struct{ claims, wal int64 }
+
+func (b *consumeBench) footprint(ctx context.Context) (f footprint, err error) {
+	if err = b.pool.QueryRow(ctx, b.sql(footprintSQL)).Scan(&f.claims, &f.wal); err != nil {
+		err = fmt.Errorf("read the size of processed_messages and of the write-ahead log: %w", err)
+	}
+	return f, err
+}
 
 // turn runs a variant in empty tables, right after a checkpoint, and returns the space that it
 // took. The write-ahead log is the whole server's: on a server with other work it is too high.
-func (b *consumeBench) turn(ctx context.Context, round int, key string, l load, run func(context.Context, load, string) (float64, error)) (took footprint, err error) {
+func (b *consumeBench) turn(ctx context.Context, round int, key string, l load, run variant) (took footprint, err error) {
 	if err := errors.Join(b.exec(ctx, "empty the tables", forgetSQL), b.checkpoint(ctx)); err != nil {
 		return took, err
 	}
-	bytesBefore, err := b.number(ctx, "the size of processed_messages", claimBytesSQL)
-	if err != nil {
-		return took, err
-	}
-	walBefore, err := b.number(ctx, "the position of the write-ahead log", walSQL)
+	before, err := b.footprint(ctx)
 	if err != nil {
 		return took, err
 	}
@@ -143,15 +140,11 @@ func (b *consumeBench) turn(ctx context.Context, round int, key string, l load, 
 		return took, fmt.Errorf("%s: %w", key, err)
 	}
 	// Before anything reads the tables: the first reader of a page may log it once more.
-	walAfter, err := b.number(ctx, "the position of the write-ahead log", walSQL)
+	after, err := b.footprint(ctx)
 	if err != nil {
 		return took, err
 	}
-	if err = b.finish(ctx, key, round, l, rate); err != nil {
-		return took, err
-	}
-	bytesAfter, err := b.number(ctx, "the size of processed_messages", claimBytesSQL)
-	return footprint{bytesAfter - bytesBefore, walAfter - walBefore}, err
+	return footprint{after.claims - before.claims, after.wal - before.wal}, b.finish(ctx, key, round, l, rate)
 }
 
 // finish keeps a run's figure if every message had its effect exactly once.
@@ -172,9 +165,15 @@ func (b *consumeBench) finish(ctx context.Context, key string, round int, l load
 // errAllDone stops a consumer that handled everything.
 var errAllDone = errors.New("every message is handled")
 
-// engine runs package consumer over a topic and returns its rate. It uses only defaults; the
-// effects of a batch go in one round trip.
-func (b *consumeBench) engine(ctx context.Context, l load, group string, level consumer.Dedup) (float64, error) {
+// engine is package consumer with a level of deduplication. It uses only defaults; the effects of a
+// batch go in one round trip.
+func (b *consumeBench) engine(level consumer.Dedup) variant {
+	return func(ctx context.Context, l load, group string) (float64, error) {
+		return b.consume(ctx, l, group, level)
+	}
+}
+
+func (b *consumeBench) consume(ctx context.Context, l load, group string, level consumer.Dedup) (float64, error) {
 	pool, err := b.newPool(ctx, consumePartitions+2)
 	if err != nil {
 		return 0, err
@@ -284,8 +283,7 @@ const idsPerMillisecond = 20
 // produce fills a topic. It returns when all messages are acknowledged.
 func (b *consumeBench) produce(ctx context.Context, l load) error {
 	begin := time.Now().Add(-time.Duration(l.messages/idsPerMillisecond) * time.Millisecond)
-	var failed error
-	var once sync.Once
+	produced := kgo.AbortingFirstErrPromise(b.Client)
 	for i := range l.messages {
 		id := messageID(begin.Add(time.Duration(i/idsPerMillisecond) * time.Millisecond))
 		b.Client.Produce(ctx, &kgo.Record{
@@ -293,17 +291,10 @@ func (b *consumeBench) produce(ctx context.Context, l load) error {
 			Key:     []byte("account-" + strconv.Itoa(i%keysDistinct)),
 			Value:   body(i),
 			Headers: []kgo.RecordHeader{{Key: outbox.HeaderMessageID, Value: []byte(id.String())}},
-		}, func(_ *kgo.Record, err error) {
-			if err != nil {
-				once.Do(func() { failed = err })
-			}
-		})
+		}, produced.Promise())
 	}
-	if err := b.Client.Flush(ctx); err != nil {
+	if err := produced.Err(); err != nil {
 		return fmt.Errorf("produce to topic %s: %w", l.topic, err)
-	}
-	if failed != nil {
-		return fmt.Errorf("produce to topic %s: %w", l.topic, failed)
 	}
 	return nil
 }

@@ -79,14 +79,6 @@ func (s *site) checkpoint(ctx context.Context) error {
 	return nil
 }
 
-// number reads one number.
-func (s *site) number(ctx context.Context, what, sql string) (n int64, err error) {
-	if err := s.pool.QueryRow(ctx, s.sql(sql)).Scan(&n); err != nil {
-		return 0, fmt.Errorf("read %s: %w", what, err)
-	}
-	return n, nil
-}
-
 // newPool creates a pool for one run, so that every variant prepares its own statements.
 func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, error) {
 	config, err := pgxpool.ParseConfig(s.DatabaseURL)

@@ -104,7 +104,7 @@ func verifyText(r *verify.Report) string {
 		verify.Finding
 		text string
 	}{
-		{r.Missing, "published rows are not in their topic"},
+		{r.Missing, "published rows are not in their topic: lost, or in a compacted topic deleted since a later record has their key"},
 		{r.Duplicates, "records are duplicates"},
 		{r.OutOfOrder, "records come behind a later row of their key: the writer did not hold the key's lock when it inserted, or others write to the topic"},
 		{r.Unclaimed, "records before the group's position are not claimed"},

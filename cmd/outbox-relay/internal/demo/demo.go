@@ -29,12 +29,12 @@ func Run(ctx context.Context, options Options) (Report, error) {
 	if err := errors.Join(options.Check(), supported()); err != nil {
 		return Report{}, err
 	}
-	j := newJob(options)
 	logs, err := os.MkdirTemp("", "effectonce-demo-")
 	if err != nil {
 		return Report{}, fmt.Errorf("create a directory for the processes' logs: %w", err)
 	}
-	report, err := prepareAndCarryOut(ctx, options, j, logs)
+	// The name is random, so that runs do not conflict with each other, nor with an existing schema.
+	report, err := prepareAndCarryOut(ctx, job{Options: options, Run: site.Name("effectonce_demo_")}, logs)
 	report.Seed = options.Seed
 	failed := err != nil || !report.Held() && !options.WithoutDedup
 	switch {
@@ -46,18 +46,6 @@ func Run(ctx context.Context, options Options) (Report, error) {
 		report.Notes = append(report.Notes, "the processes' logs are in "+logs)
 	}
 	return report, err
-}
-
-// newJob names everything of the run after one random number, so that runs do not conflict with
-// each other, nor with an existing schema.
-func newJob(options Options) job {
-	name := site.Name("effectonce_demo_")
-	return job{
-		DatabaseURL: options.DatabaseURL, Brokers: options.Brokers,
-		Schema: name, Topic: name, Group: name,
-		Orders: options.Orders, Seed: options.Seed, Duration: options.Duration,
-		Session: options.Session, WithoutDedup: options.WithoutDedup,
-	}
 }
 
 // Bounds and defaults of Options.
@@ -76,7 +64,7 @@ const (
 // Options are the options of Run.
 type Options struct {
 	// Command starts a child: program and arguments. It has to call RunProcess.
-	Command []string
+	Command []string `json:"-"`
 	// DatabaseURL is the URL of the PostgreSQL database. Children receive it through a pipe, never
 	// as an argument or in their environment, where other users of the machine could read its
 	// password.
@@ -101,21 +89,19 @@ type Options struct {
 	// difference.
 	WithoutDedup bool
 	// Progress is called a few times a second, from one goroutine.
-	Progress func(Progress)
+	Progress func(Progress) `json:"-"`
 }
 
 // Progress is the progress of a run.
 type Progress struct {
 	Elapsed    time.Duration
 	Phase      string // the current phase
-	Total      int    // orders that the shop has to place
-	Orders     int    // orders that it has committed
+	Orders     int    // orders that the shop has committed
 	Delivered  int    // different messages in the topic
 	Effects    int    // orders that have an effect
 	Duplicates int    // records that were published again on purpose
 	Kills      int
 	Freezes    int
-	Frozen     []string // processes that are frozen now
 }
 
 // Check returns what is wrong with the numbers together; the flags have their bounds.

@@ -175,7 +175,7 @@ type delayed struct {
 
 func newDuplicator(j job) (*duplicator, error) {
 	client, err := kgo.NewClient(append(j.kafka(),
-		kgo.ConsumeTopics(j.Topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
+		kgo.ConsumeTopics(j.Run), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
 		// A copy belongs in the partition of its original, whatever chose that partition.
 		kgo.RecordPartitioner(kgo.ManualPartitioner()),
 	)...)

@@ -29,19 +29,12 @@ const (
 
 // job is the task of a child. It is sent through the child's standard input.
 type job struct {
-	Name         string
-	Role         role
-	DatabaseURL  string
-	Brokers      []string
-	Schema       string
-	Topic        string
-	Group        string
-	Orders       int
-	Seed         uint64
-	Start        time.Time
-	Duration     time.Duration
-	Session      time.Duration
-	WithoutDedup bool
+	Options
+
+	Run   string // the name of the schema, of the topic and of the group
+	Name  string
+	Role  role
+	Start time.Time
 }
 
 // The limits are short, so that freezes longer than them fit into the run.
@@ -116,7 +109,7 @@ func (j job) kafka() []kgo.Opt { return []kgo.Opt{kgo.SeedBrokers(j.Brokers...)}
 
 func runRelay(ctx context.Context, pool *pgxpool.Pool, j job, logger *slog.Logger) error {
 	r, err := relay.New(pool, j.kafka(), relay.Config{
-		Schema: j.Schema, Owner: j.Name, Lease: lease, DrainMax: drainMax, Logger: logger,
+		Schema: j.Run, Owner: j.Name, Lease: lease, DrainMax: drainMax, Logger: logger,
 	})
 	if err != nil {
 		return err
@@ -133,7 +126,7 @@ const effectSQL = `-- demo.effect
 INSERT INTO shop.effects (order_id, message_id, customer, version, amount, worker) VALUES ($1, $2, $3, $4, $5, $6)`
 
 func runConsumer(ctx context.Context, pool *pgxpool.Pool, j job, logger *slog.Logger) error {
-	balance, effect := inShop(balanceSQL, j.Schema), inShop(effectSQL, j.Schema)
+	balance, effect := inShop(balanceSQL, j.Run), inShop(effectSQL, j.Run)
 	handler := consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, order event) error {
 		if _, err := tx.Exec(ctx, balance, order.Customer, order.Amount); err != nil {
 			return err
@@ -145,7 +138,7 @@ func runConsumer(ctx context.Context, pool *pgxpool.Pool, j job, logger *slog.Lo
 		kgo.SessionTimeout(j.Session), kgo.HeartbeatInterval(heartbeat), kgo.RebalanceTimeout(j.rebalanceTimeout()),
 		kgo.RequestTimeoutOverhead(answerMax), kgo.MetadataMinAge(250*time.Millisecond))
 	config := consumer.Config{
-		Group: j.Group, Topics: []string{j.Topic}, Schema: j.Schema, Logger: logger,
+		Group: j.Run, Topics: []string{j.Run}, Schema: j.Run, Logger: logger,
 		// A consumer that is frozen in the middle of a transaction holds claims and rows for this
 		// long.
 		IdleTimeout: idleTimeout, LockTimeout: lockTimeout, RetryMax: retryMax, DrainMax: consumerDrainMax,

@@ -111,19 +111,6 @@ func (f *fleet) stop(ctx context.Context, r role, limit time.Duration) error {
 	return errors.Join(problems...)
 }
 
-// frozen returns the names of the frozen processes.
-func (f *fleet) frozen() []string {
-	var names []string
-	for _, p := range f.processes {
-		p.mu.Lock()
-		if p.frozen {
-			names = append(names, p.job.Name)
-		}
-		p.mu.Unlock()
-	}
-	return names
-}
-
 // crashes describes each unexpected end of a process.
 func (f *fleet) crashes() []string {
 	var all []string

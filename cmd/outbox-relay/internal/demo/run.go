@@ -35,24 +35,23 @@ const consumerStopMax = 2 * time.Second
 type run struct {
 	job
 	begin        time.Time
-	progress     func(Progress)
 	site         *site.Site
 	conn         *pgx.Conn
 	fleet        *fleet
 	troublemaker *troublemaker
 	duplicator   *duplicator
 	trouble      chan error // errors of the goroutines
-	counts       counts
+	orders       int        // in the database, as effects
+	effects      int
 	phase        string
-	fake         bool
 	calm         bool // no more faults
 	nudged       bool
 	notes        []string
 }
 
 // prepareAndCarryOut does everything between the check of the options and the cleanup.
-func prepareAndCarryOut(ctx context.Context, options Options, j job, logs string) (_ Report, err error) {
-	options.Progress(Progress{Phase: "preparing tables and topic", Total: j.Orders})
+func prepareAndCarryOut(ctx context.Context, j job, logs string) (_ Report, err error) {
+	j.Progress(Progress{Phase: "preparing tables and topic"})
 	made, err := setUp(ctx, j)
 	if err != nil {
 		return Report{}, fmt.Errorf("prepare the demo: %w", err)
@@ -67,10 +66,10 @@ func prepareAndCarryOut(ctx context.Context, options Options, j job, logs string
 	if err != nil {
 		return Report{}, err
 	}
-	fleet := newFleet(ctx, options.Command, logs, jobs(j))
+	fleet := newFleet(ctx, j.Command, logs, jobs(j))
 	defer fleet.close()
 	r := &run{
-		begin: time.Now(), job: j, site: made, progress: options.Progress, fake: options.Fake, conn: conn, fleet: fleet, duplicator: duplicator,
+		begin: time.Now(), job: j, site: made, conn: conn, fleet: fleet, duplicator: duplicator,
 		troublemaker: &troublemaker{fleet: fleet}, trouble: make(chan error, 2),
 	}
 	if err := r.carryOut(ctx); err != nil {
@@ -144,7 +143,7 @@ func (r *run) untilReady(ctx context.Context) error {
 		return err
 	}
 	return r.until(ctx, "starting the processes", func() (left int64, err error) {
-		err = r.conn.QueryRow(ctx, inShop(unreadySQL, r.Schema), partitions).Scan(&left)
+		err = r.query(ctx, unreadySQL, partitions).Scan(&left)
 		return left, err
 	})
 }
@@ -154,18 +153,18 @@ func (r *run) untilFirstEffect(ctx context.Context) error {
 		return err
 	}
 	return r.until(ctx, "starting the processes", func() (left int64, err error) {
-		r.counts, err = readCounts(ctx, r.conn, r.job)
-		return int64(1 - min(r.counts.effects, 1)), err
+		err = r.count(ctx)
+		return int64(1 - min(r.effects, 1)), err
 	})
 }
 
 func (r *run) untilOrders(ctx context.Context) error {
 	err := r.until(ctx, "placing orders", func() (left int64, err error) {
-		r.counts, err = readCounts(ctx, r.conn, r.job)
-		return int64(r.Orders - r.counts.orders), err
+		err = r.count(ctx)
+		return int64(r.Orders - r.orders), err
 	})
-	if err == nil && r.counts.orders < r.Orders {
-		return fmt.Errorf("the shop placed %d of %d orders, and then none for %v", r.counts.orders, r.Orders, stallMax)
+	if err == nil && r.orders < r.Orders {
+		return fmt.Errorf("the shop placed %d of %d orders, and then none for %v", r.orders, r.Orders, stallMax)
 	}
 	return err
 }
@@ -174,8 +173,8 @@ func (r *run) untilEffects(ctx context.Context) error {
 	r.calm = true
 	r.note(r.fleet.stop(ctx, roleShop, stopMax))
 	return r.until(ctx, "waiting for the last effects", func() (left int64, err error) {
-		r.counts, err = readCounts(ctx, r.conn, r.job)
-		return int64(r.counts.orders - r.counts.effects), err
+		err = r.count(ctx)
+		return int64(r.orders - r.effects), err
 	})
 }
 
@@ -183,7 +182,7 @@ func (r *run) untilEffects(ctx context.Context) error {
 // proves nothing. The relays are stopped first, so that the end does not move.
 func (r *run) untilRead(ctx context.Context) error {
 	r.note(r.fleet.stop(ctx, roleRelay, stopMax))
-	ends, err := r.site.Ends(ctx, r.Topic)
+	ends, err := r.site.Ends(ctx, r.Run)
 	if err != nil {
 		return err
 	}
@@ -193,7 +192,7 @@ func (r *run) untilRead(ctx context.Context) error {
 		partitions, next = append(partitions, end.Partition), append(next, end.Offset)
 	})
 	return r.until(ctx, "waiting for the last duplicates", func() (left int64, err error) {
-		err = r.conn.QueryRow(ctx, inShop(behindSQL, r.Schema), r.Group, r.Topic, partitions, next).Scan(&left)
+		err = r.query(ctx, behindSQL, r.Run, partitions, next).Scan(&left)
 		return left, err
 	})
 }
@@ -205,8 +204,8 @@ func (r *run) untilClosed(ctx context.Context, done <-chan struct{}) error {
 			return 0, nil
 		default:
 		}
-		r.counts, err = readCounts(ctx, r.conn, r.job)
-		return int64(r.Orders - r.counts.effects + 1), err
+		err = r.count(ctx)
+		return int64(r.Orders - r.effects + 1), err
 	})
 }
 
@@ -217,10 +216,10 @@ func (r *run) judge(ctx context.Context) (Report, error) {
 	ctx, cancel := context.WithTimeout(ctx, judgeMax)
 	defer cancel()
 	var evidence checker.Evidence
-	if err := checker.ReadDatabase(ctx, r.conn, r.Schema, &evidence); err != nil {
+	if err := checker.ReadDatabase(ctx, r.conn, r.Run, &evidence); err != nil {
 		return Report{}, err
 	}
-	if err := checker.ReadTopic(ctx, r.kafka(), r.Topic, &evidence); err != nil {
+	if err := checker.ReadTopic(ctx, r.kafka(), r.Run, &evidence); err != nil {
 		return Report{}, err
 	}
 	crashes := r.fleet.crashes()
@@ -249,14 +248,12 @@ func (r *run) note(err error) {
 }
 
 func (r *run) report() {
-	r.progress(Progress{
-		Elapsed: time.Since(r.begin), Phase: r.phase, Total: r.Orders,
-		Orders: r.counts.orders, Effects: r.counts.effects,
+	r.Progress(Progress{
+		Elapsed: time.Since(r.begin), Phase: r.phase, Orders: r.orders, Effects: r.effects,
 		Delivered:  int(r.duplicator.delivered.Load()),
 		Duplicates: int(r.duplicator.injected.Load()),
 		Kills:      int(r.troublemaker.kills.Load()),
 		Freezes:    int(r.troublemaker.freezes.Load()),
-		Frozen:     r.fleet.frozen(),
 	})
 }
 
@@ -272,8 +269,8 @@ SELECT greatest($1::bigint - (SELECT count(*) FROM shop.consumer_positions), 0)
 // partitions.
 const behindSQL = `-- demo.behind
 SELECT coalesce(sum(ends.next - coalesce(p.next_offset, 0)), 0)::bigint
-FROM unnest($3::int[], $4::bigint[]) AS ends (partition, next)
-LEFT JOIN shop.consumer_positions p ON p.consumer_group = $1 AND p.topic = $2 AND p.partition = ends.partition
+FROM unnest($2::int[], $3::bigint[]) AS ends (partition, next)
+LEFT JOIN shop.consumer_positions p ON p.consumer_group = $1 AND p.topic = $1 AND p.partition = ends.partition
 WHERE ends.next > coalesce(p.next_offset, 0)`
 
 // stallMax is how long a wait continues without progress. It is longer than a session, a rebalance,
@@ -284,15 +281,16 @@ const stallMax = 25 * time.Second
 // pollEvery is how often the database is queried during a wait.
 const pollEvery = 200 * time.Millisecond
 
-// counts are the numbers in the database.
-type counts struct{ orders, effects int }
+func (r *run) query(ctx context.Context, sql string, args ...any) pgx.Row {
+	return r.conn.QueryRow(ctx, inShop(sql, r.Run), args...)
+}
 
-func readCounts(ctx context.Context, conn *pgx.Conn, j job) (counts, error) {
-	var c counts
-	if err := conn.QueryRow(ctx, inShop(countsSQL, j.Schema)).Scan(&c.orders, &c.effects); err != nil {
-		return c, fmt.Errorf("count orders and effects: %w", err)
+// count reads how many orders and effects the database has.
+func (r *run) count(ctx context.Context) error {
+	if err := r.query(ctx, countsSQL).Scan(&r.orders, &r.effects); err != nil {
+		return fmt.Errorf("count orders and effects: %w", err)
 	}
-	return c, nil
+	return nil
 }
 
 // until calls ask repeatedly. It ends when ask returns 0, or when its result has not decreased for
@@ -333,7 +331,7 @@ func (r *run) until(ctx context.Context, phase string, ask func() (int64, error)
 // of the partitions but no session timer, and stays until the next rebalance. Kafka's brokers have
 // no such members; there, a group without progress is left as it is, and the checker finds it.
 func (r *run) nudge(ctx context.Context, since time.Time) error {
-	if !r.fake || !r.calm || r.nudged || time.Since(since) < 3*r.Session {
+	if !r.Fake || !r.calm || r.nudged || time.Since(since) < 3*r.Session {
 		return nil
 	}
 	r.nudged = true

@@ -59,7 +59,7 @@ func inShop(sql, schema string) string {
 
 // setUp makes the schema and the topic of a run. After an error nothing of it remains.
 func setUp(ctx context.Context, j job) (_ *site.Site, err error) {
-	s, err := site.New(ctx, j.DatabaseURL, j.Brokers, j.Schema, "outbox-relay demo")
+	s, err := site.New(ctx, j.DatabaseURL, j.Brokers, j.Run, "outbox-relay demo")
 	if err != nil {
 		return nil, err
 	}
@@ -73,12 +73,12 @@ func setUp(ctx context.Context, j job) (_ *site.Site, err error) {
 		return nil, err
 	}
 	defer hangUp()
-	if _, err := conn.Exec(ctx, inShop(tablesSQL, j.Schema)); err != nil {
+	if _, err := conn.Exec(ctx, inShop(tablesSQL, j.Run)); err != nil {
 		return nil, fmt.Errorf("create the demo's tables: %w", err)
 	}
-	if _, err := conn.Exec(ctx, inShop(customersSQL, j.Schema), customers); err != nil {
+	if _, err := conn.Exec(ctx, inShop(customersSQL, j.Run), customers); err != nil {
 		return nil, fmt.Errorf("create the demo's customers: %w", err)
 	}
-	s.Group(j.Group)
-	return s, s.Topic(ctx, j.Topic, partitions)
+	s.Group(j.Run)
+	return s, s.Topic(ctx, j.Run, partitions)
 }

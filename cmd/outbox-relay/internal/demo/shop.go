@@ -55,12 +55,12 @@ type shop struct {
 // runShop places the orders that are missing from the database, each when it is due, and returns
 // when all exist. Orders that a killed shop did not place are due at once.
 func runShop(ctx context.Context, pool *pgxpool.Pool, j job) error {
-	box, err := outbox.New(outbox.Config{Schema: j.Schema})
+	box, err := outbox.New(outbox.Config{Schema: j.Run})
 	if err != nil {
 		return err
 	}
 	s := &shop{job: j, pool: pool, outbox: box}
-	rows, _ := pool.Query(ctx, inShop(missingSQL, j.Schema), j.Orders)
+	rows, _ := pool.Query(ctx, inShop(missingSQL, j.Run), j.Orders)
 	missing, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 	if err != nil {
 		return fmt.Errorf("find the orders that are still to be placed: %w", err)
@@ -139,17 +139,17 @@ func (s *shop) attempt(ctx context.Context, random *rand.Rand, id int64) error {
 	// them.
 	choice := random.Float64()
 	body := event{Order: id, Customer: fmt.Sprintf("customer-%d", 1+int(choice*choice*customers)), Amount: 1 + random.Int64N(1000)}
-	if err := tx.QueryRow(ctx, inShop(versionSQL, s.Schema), body.Customer).Scan(&body.Version); err != nil {
+	if err := tx.QueryRow(ctx, inShop(versionSQL, s.Run), body.Customer).Scan(&body.Version); err != nil {
 		return err
 	}
-	if _, err := tx.Exec(ctx, inShop(orderSQL, s.Schema), id, messageID, body.Customer, body.Version, body.Amount); err != nil {
+	if _, err := tx.Exec(ctx, inShop(orderSQL, s.Run), id, messageID, body.Customer, body.Version, body.Amount); err != nil {
 		return err
 	}
 	payload, err := json.Marshal(body)
 	if err != nil {
 		return err
 	}
-	err = s.outbox.Publish(ctx, tx, outbox.Message{ID: messageID, Topic: s.Topic, Key: []byte(body.Customer), Payload: payload})
+	err = s.outbox.Publish(ctx, tx, outbox.Message{ID: messageID, Topic: s.Run, Key: []byte(body.Customer), Payload: payload})
 	if err != nil {
 		return err
 	}

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
@@ -121,7 +120,6 @@ type run struct {
 	// Time of the first remaining record, in microseconds, where some were deleted
 	oldest map[partition]int64
 	first  map[partition]int64 // time of the first record that was read, in microseconds
-	before map[int32]int64     // by topic: records before the group's position that were read
 
 	rows    *spill[rowItem]
 	records *spill[recordItem]
@@ -139,7 +137,7 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	r := &run{
 		Options: opts, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
-		first: map[partition]int64{}, before: map[int32]int64{},
+		first:  map[partition]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
 	}
 	for _, f := range r.findings() {
@@ -168,7 +166,6 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 		slices.Sort(f.Examples)
 	}
 	r.nothingChecked()
-	r.noteCompaction(ctx)
 	rep.Well = len(rep.Unchecked) == 0 && rep.Missing.Count+rep.OutOfOrder.Count+rep.Unclaimed.Count == 0 && (opts.DuplicatesAllowed || rep.Duplicates.Count == 0)
 	return rep, nil
 }
@@ -241,29 +238,13 @@ func (r *run) nothingChecked() {
 	if r.claims == nil || rep.Claimed > 0 {
 		return
 	}
-	var consumed []string
-	var before int64
-	short := true
-	for _, topic := range r.names {
-		if len(r.claims.consumers[topic]) == 0 {
-			continue
-		}
-		consumed, before = append(consumed, topic), before+r.before[r.numbers[topic]]
-		short = short && r.claims.windows[topic] > 0 && r.claims.windows[topic] <= windowSlack
+	consumed := slices.DeleteFunc(slices.Sorted(slices.Values(r.names)), func(topic string) bool { return len(r.claims.consumers[topic]) == 0 })
+	if len(consumed) == 0 {
+		unchecked("no claims looked for: group %s consumes none of the topics that rows%s name: give --topic", r.Group, r.window())
+		return
 	}
-	slices.Sort(consumed)
-	switch {
-	case len(r.names) == 0:
-		unchecked("no claims looked for: no row%s names a topic to read: give --topic", r.window())
-	case len(consumed) == 0:
-		unchecked("no claims looked for: group %s consumes none of these topics", r.Group)
-	case before == 0:
-		unchecked("no claims looked for: group %s has passed no record of %s%s", r.Group, strings.Join(consumed, ", "), r.window())
-	case short:
-		unchecked("no claims looked for: the dedup window of group %s is at most %s, and its claims may already be forgotten", r.Group, human.Duration(windowSlack))
-	default:
-		unchecked("no claims looked for: no record before the position of group %s is within its dedup window and carries an ID", r.Group)
-	}
+	unchecked("no claims looked for: no record of %s%s is before the position of group %s, carries an ID and is within the dedup window (less %s: claims may just be forgotten)",
+		strings.Join(consumed, ", "), r.window(), r.Group, human.Duration(windowSlack))
 }
 
 func (r *run) window() string {
@@ -271,30 +252,4 @@ func (r *run) window() string {
 		return ""
 	}
 	return " of the last " + human.Duration(r.Since)
-}
-
-// noteCompaction names the compacted topics if rows are missing: the record of such a row may have
-// been deleted because a later record has its key. Without the right to read a topic's settings
-// there is no note.
-func (r *run) noteCompaction(ctx context.Context) {
-	if r.report.Missing.Count == 0 {
-		return
-	}
-	topics := slices.DeleteFunc(slices.Clone(r.names), func(name string) bool { return len(r.extents[name]) == 0 })
-	configs, err := kadm.NewClient(r.kafka.Client).DescribeTopicConfigs(ctx, topics...)
-	if err != nil {
-		return
-	}
-	for _, name := range topics {
-		config, err := configs.On(name, nil)
-		if err != nil || config.Err != nil {
-			continue
-		}
-		compacts := func(c kadm.Config) bool {
-			return c.Key == "cleanup.policy" && strings.Contains(c.MaybeValue(), "compact")
-		}
-		if slices.ContainsFunc(config.Configs, compacts) {
-			r.report.Notes = append(r.report.Notes, fmt.Sprintf("topic %s is compacted: Kafka deletes a record once a later one has its key, and the row of a deleted record is reported as missing", name))
-		}
-	}
 }

@@ -36,6 +36,18 @@ func (s *Settings) KafkaClient(limit time.Duration) (*kgo.Client, error) {
 		kgo.RequestRetries(0), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))...)
 }
 
+// AskKafka runs work with a client for queries, within a time limit.
+func (s *Settings) AskKafka(ctx context.Context, limit time.Duration, work func(context.Context, *kgo.Client) error) error {
+	client, err := s.KafkaClient(limit)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	return work(ctx, client)
+}
+
 // kafkaLog forwards the client's log, above all that brokers are unreachable.
 type kafkaLog struct{ logger *slog.Logger }
 

@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
@@ -294,26 +295,21 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 
 // extent asks the brokers, if they are given. It is also nil for a partition that does not exist:
 // the request may be for a topic that is created again.
-func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumers.Extent, error) {
+func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (extent *topicscan.Span, err error) {
 	if len(r.s.Brokers) == 0 || r.cancel {
 		return nil, nil //nolint:nilnil // not known is no error
 	}
-	client, err := r.s.KafkaClient(cli.ReadMax)
-	if err != nil {
-		return nil, err
-	}
-	defer client.Close()
-	ctx, cancel := context.WithTimeout(ctx, cli.ReadMax)
-	defer cancel()
-	found, err := topicscan.Extents(ctx, client, time.Time{}, p.Topic)
-	if err != nil {
-		return nil, fmt.Errorf("%w (without --brokers the offset is not compared with the topic)", err)
-	}
-	span, exists := found[p.Topic][p.Partition]
-	if !exists {
-		return nil, nil //nolint:nilnil // as above
-	}
-	return &consumers.Extent{Start: span.Start, End: span.End}, nil
+	err = r.s.AskKafka(ctx, cli.ReadMax, func(ctx context.Context, client *kgo.Client) error {
+		found, err := topicscan.Extents(ctx, client, time.Time{}, p.Topic)
+		if err != nil {
+			return fmt.Errorf("%w (without --brokers the offset is not compared with the topic)", err)
+		}
+		if span, exists := found[p.Topic][p.Partition]; exists {
+			extent = &span
+		}
+		return nil
+	})
+	return extent, err
 }
 
 func resumptionText(r *consumers.Resumption) string {

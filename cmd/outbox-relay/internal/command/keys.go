@@ -227,9 +227,8 @@ shown; of a finished key only the answer is.`,
 		},
 	}, cli.FlagDatabaseURL)
 	k.on(cmd)
-	cmd.Flags().Var((*stepsFlag)(&children), "child", "also show the child ID of this phase or step; repeatable")
+	addRepeated(cmd.Flags(), "child", "also show the child ID of this phase or step; repeatable", func(step string) error { children = append(children, step); return nil })
 	p.add(cmd.Flags(), "request, data of phases and answer")
-	cli.CommandLineOnly(cmd.Flags(), "child")
 	s.AddJSON(cmd)
 	return cmd
 }
@@ -245,17 +244,6 @@ type shownKey struct {
 	What     string               `json:"what"`
 	Do       string               `json:"do"`
 	children []string             // to show as text
-}
-
-// stepsFlag is a repeatable flag.
-type stepsFlag []string
-
-func (*stepsFlag) String() string { return "" }
-func (*stepsFlag) Type() string   { return "string" }
-
-func (f *stepsFlag) Set(text string) error {
-	*f = append(*f, text)
-	return nil
 }
 
 func newShownKey(d *keys.Detail, withPayload bool, children []string) shownKey {

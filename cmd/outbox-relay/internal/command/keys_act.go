@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
@@ -75,14 +76,14 @@ const bodyMax = 64 << 20
 // finishing holds the flags of finish.
 type finishing struct {
 	status  int
-	headers headerFlag
+	headers map[string][]string
 	file    string
 	window  time.Duration
 	forever bool
 }
 
 func newKeysFinish(s *cli.Settings) *cobra.Command {
-	a, f := &keyAct{}, &finishing{status: -1, headers: headerFlag{}}
+	a, f := &keyAct{}, &finishing{status: -1, headers: map[string][]string{}}
 	cmd := &cobra.Command{
 		Use:   "finish KEY",
 		Short: "Store the outcome of a key: every request with it gets that",
@@ -108,7 +109,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 		f.status = n
 		return nil
 	})
-	cmd.Flags().Var(f.headers, "header", "header of the outcome, as 'Name: value'; repeatable")
+	addRepeated(cmd.Flags(), "header", "header of the outcome, as 'Name: value'; repeatable", f.addHeader)
 	cli.AddText(cmd.Flags(), "body-file", 4096, "file with the body of the outcome; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
 	const bounds = "1m to 87600h"
 	cli.AddOption(cmd.Flags(), "window", "duration", "", "how long the key is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
@@ -120,7 +121,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 		return nil
 	})
 	cli.AddBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
-	cli.CommandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
+	cli.CommandLineOnly(cmd.Flags(), "status", "body-file", "window", "forever")
 	newKeyAct(s, cmd, a, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
 		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
 		if f.forever {
@@ -184,14 +185,21 @@ func (f *finishing) body(stdin io.Reader) (body []byte, err error) {
 	return body, nil
 }
 
-// headerFlag is a repeatable flag.
-type headerFlag map[string][]string
+// repeated is a flag that may be given several times.
+type repeated func(text string) error
 
-func (headerFlag) String() string { return "" }
-func (headerFlag) Type() string   { return "string" }
+func (repeated) String() string            { return "" }
+func (repeated) Type() string              { return "string" }
+func (add repeated) Set(text string) error { return add(text) }
 
-// Set refuses headers that must not be replayed to other clients.
-func (h headerFlag) Set(text string) error {
+// addRepeated adds a flag that calls add with each text, when the command line is parsed.
+func addRepeated(flags *pflag.FlagSet, name, usage string, add func(text string) error) {
+	flags.Var(repeated(add), name, usage)
+	cli.CommandLineOnly(flags, name)
+}
+
+// addHeader refuses headers that must not be replayed to other clients.
+func (f *finishing) addHeader(text string) error {
 	name, value, found := strings.Cut(text, ":")
 	name, value = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)), strings.TrimSpace(value)
 	if !found || name == "" || !utf8.ValidString(text) || strings.ContainsAny(name, " \t") || strings.ContainsFunc(name+value, func(r rune) bool { return r < ' ' || r == 0x7f }) {
@@ -200,7 +208,7 @@ func (h headerFlag) Set(text string) error {
 	if idempotency.NeverStored(name) {
 		return errors.New("such a header is not stored: it belongs to one client, connection or moment")
 	}
-	h[name] = append(h[name], value)
+	f.headers[name] = append(f.headers[name], value)
 	return nil
 }
 

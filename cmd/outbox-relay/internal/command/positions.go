@@ -33,15 +33,12 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 			if cmd.Flags().Changed("relay") {
 				filter.Relay = &s.Relay
 			}
+			var positions *inspect.Positions
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
-				kafka, err := openKafka(s, s.Logger(cmd.ErrOrStderr()))
-				if err != nil {
+				err := withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) (err error) {
+					positions, err = inspect.ReadPositions(ctx, conn, kafka, s.Schema, filter)
 					return err
-				}
-				if kafka != nil {
-					defer kafka.Client.Close()
-				}
-				positions, err := inspect.ReadPositions(ctx, conn, kafka, s.Schema, filter)
+				})
 				if err != nil {
 					return err
 				}

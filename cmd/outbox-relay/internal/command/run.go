@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
@@ -114,14 +115,8 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 
 // lookForBrokers only warns: rows wait in the outbox until a broker answers.
 func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
-	client, err := r.KafkaClient(cli.BrokersMax)
-	if err != nil {
-		return // the relay's own client reports the same error
-	}
-	defer client.Close()
-	limited, cancel := context.WithTimeout(ctx, cli.BrokersMax)
-	defer cancel()
-	if err := client.Ping(limited); err != nil && ctx.Err() == nil {
+	err := r.AskKafka(ctx, cli.BrokersMax, func(ctx context.Context, client *kgo.Client) error { return client.Ping(ctx) })
+	if err != nil && ctx.Err() == nil {
 		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network, TLS and credentials",
 			"brokers", strings.Join(r.Brokers, ","), "error", err)
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
@@ -88,7 +89,8 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 	if len(s.Brokers) > 0 {
 		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
 		want.Open = func(ctx context.Context, topic string, partition int32) (open error) {
-			_ = withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) error { // an error: it is unknown
+			_ = s.AskKafka(ctx, missingMax, func(ctx context.Context, client *kgo.Client) error { // an error: it is unknown
+				admin := kadm.NewClient(client)
 				ends, err := admin.ListEndOffsets(ctx, topic)
 				if end, known := ends.Lookup(topic, partition); known {
 					open = topicscan.Open(ctx, admin, topic, map[int32]int64{partition: end.Offset})
@@ -116,22 +118,11 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 const missingMax = 2 * time.Second
 
 func missingTopics(ctx context.Context, s *cli.Settings, topics []string) (absent []string, err error) {
-	err = withAdmin(ctx, s, func(ctx context.Context, admin *kadm.Client) (err error) {
-		absent, err = consumers.Missing(ctx, admin, topics)
+	err = s.AskKafka(ctx, missingMax, func(ctx context.Context, client *kgo.Client) (err error) {
+		absent, err = consumers.Missing(ctx, kadm.NewClient(client), topics)
 		return err
 	})
 	return absent, err
-}
-
-func withAdmin(ctx context.Context, s *cli.Settings, ask func(context.Context, *kadm.Client) error) error {
-	client, err := s.KafkaClient(missingMax)
-	if err != nil {
-		return err
-	}
-	defer client.Close()
-	ctx, cancel := context.WithTimeout(ctx, missingMax)
-	defer cancel()
-	return ask(ctx, kadm.NewClient(client))
 }
 
 func statusText(status *doctor.Status) string {

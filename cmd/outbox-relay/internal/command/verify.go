@@ -12,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
 )
@@ -63,22 +64,19 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 }
 
 func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, out, progress io.Writer, logger *slog.Logger) error {
+	screen := terminal.NewScreen(progress)
+	if screen.Overwrites() {
+		opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
+	}
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		kafka, err := openKafka(s, logger)
-		if err != nil {
-			return err
-		}
-		defer kafka.Client.Close()
-		screen := terminal.NewScreen(progress)
-		if screen.Overwrites() {
-			opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
-		}
-		report, err := verify.Run(ctx, conn, kafka, opts)
-		screen.End()
-		if err != nil {
-			return err
-		}
-		return answer(out, s.JSON, report, verifyText(report), report.Well)
+		return withKafka(s, logger, func(kafka *inspect.Kafka) error {
+			report, err := verify.Run(ctx, conn, kafka, opts)
+			screen.End()
+			if err != nil {
+				return err
+			}
+			return answer(out, s.JSON, report, verifyText(report), report.Well)
+		})
 	})
 }
 

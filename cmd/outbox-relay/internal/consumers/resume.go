@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -70,9 +71,6 @@ func Requests(ctx context.Context, db operator.Querier, schema string) ([]Reques
 	return operator.Rows(ctx, db, "read requests to resume", schema, requestsSQL, pgx.RowToStructByPos[Request])
 }
 
-// Extent is what Kafka has of a partition: offsets from Start to End.
-type Extent struct{ Start, End int64 }
-
 // Resumption is a request and what it replaces.
 type Resumption struct {
 	Request
@@ -87,7 +85,7 @@ type Resumption struct {
 // AtEarliest or at AtLatest. With an extent, an offset outside of it is refused. A dry run only
 // returns what the request would do.
 func ResumeAt(
-	ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition, at int64, extent *Extent, dryRun bool,
+	ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition, at int64, extent *topicscan.Span, dryRun bool,
 ) (*Resumption, error) {
 	r := &Resumption{Request: Request{Partition: p, ResumeAt: at}, DryRun: dryRun}
 	err := change(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
@@ -156,7 +154,7 @@ func (r *Resumption) lock(ctx context.Context, tx pgx.Tx, schema string) error {
 }
 
 // within refuses an offset at which there is nothing to resume.
-func within(at int64, extent *Extent) error {
+func within(at int64, extent *topicscan.Span) error {
 	switch {
 	case extent == nil || at < 0:
 		return nil
@@ -176,7 +174,7 @@ const (
 )
 
 // effect describes what a request skips or repeats, as far as that is known.
-func effect(position *int64, at int64, extent *Extent) string {
+func effect(position *int64, at int64, extent *topicscan.Span) string {
 	if position == nil {
 		return "nothing of the partition is handled yet: it begins there, whatever offset Kafka has"
 	}

@@ -38,7 +38,8 @@ func query[T any](ctx context.Context, e *explainer, section, sql string, scan p
 func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
 	return query(ctx, e, "the outbox", rowsSQL, func(row pgx.CollectableRow) (Row, error) {
 		r := Row{States: map[string]string{}}
-		return r, row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
+		err := row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
+		return r, err
 	}, asBytes(ids), above)
 }
 
@@ -191,7 +192,8 @@ func (e *explainer) readPassed(ctx context.Context) error {
 	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {
 		found, err := query(ctx, e, "positions", pastSQL, func(row pgx.CollectableRow) (Passed, error) {
 			p := Passed{Place: place}
-			return p, row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)
+			err := row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)
+			return p, err
 		}, place.Topic, place.Partition, place.Offset)
 		if err != nil {
 			return err

@@ -35,7 +35,7 @@ type Changed struct {
 // nothing was changed, unless the connection broke during COMMIT; a repeated call is refused then.
 // The same holds for repeated calls of Retry and Finish.
 func Unlock(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
-	return change{what: "key.unlock", sql: unlockSQL, remedy: unlockRemedy}.act(ctx, db, schema, by, place)
+	return change{what: "key.unlock", sql: unlockSQL}.act(ctx, db, schema, by, place)
 }
 
 // Call is what a person found out about a call that may have been made.
@@ -58,7 +58,7 @@ func Retry(ctx context.Context, db operator.Beginner, schema string, by operator
 
 func retry(call Call, token *int64) change {
 	return change{
-		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
+		what: "key.retry", sql: retrySQL,
 		args: []any{call == CallDidNotHappen, call == CallHappened}, forgets: call != CallHappened,
 		note:  map[string]any{"call_did_not_happen": call == CallDidNotHappen, "call_happened": call == CallHappened},
 		token: token,
@@ -117,7 +117,7 @@ func Finish(ctx context.Context, db operator.Beginner, schema string, by operato
 		}
 	}
 	return change{
-		what: "key.finish", sql: finishSQL, remedy: finishRemedy,
+		what: "key.finish", sql: finishSQL,
 		args: []any{outcome.Status, headers, outcome.Body, outcome.Window}, note: map[string]any{"status": outcome.Status, "body_bytes": len(outcome.Body)},
 	}.act(ctx, db, schema, by, place)
 }
@@ -127,10 +127,9 @@ type change struct {
 	what    string
 	sql     string // Place's columns, then args
 	args    []any
-	forgets bool             // a key of work in one transaction
-	token   *int64           // the key's lock token, which changes with each decision; nil: any
-	note    map[string]any   // recorded in addition to the key's state
-	remedy  func(Row) string // for a key that sql does not change
+	forgets bool           // a key of work in one transaction
+	token   *int64         // the key's lock token, which changes with each decision; nil: any
+	note    map[string]any // recorded in addition to the key's state
 }
 
 // act runs one transaction: it locks the key, lets the database decide, and records the action.
@@ -153,7 +152,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 			return err
 		}
 		if done.RowsAffected() == 0 {
-			return &RefusedError{was, c.remedy(was)}
+			return &RefusedError{was, refusal(was)}
 		}
 		if err := operator.Note(ctx, tx, schema, by, c.what, c.subject(was)); err != nil {
 			return err
@@ -196,63 +195,22 @@ func (c change) subject(was Row) map[string]any {
 	return subject
 }
 
-const hasOutcome = "it is finished, and its outcome is never changed: \"outbox-relay keys show\" shows it"
-
-func unlockRemedy(was Row) string {
-	switch was.State {
-	case Finished:
-		return hasOutcome
-	case Running:
-		return "its lock is free: " + goesOn(was)
-	}
-	return "it is " + was.State + ", so its lock is free, and a person decides: \"outbox-relay keys show\" has what to find out first, and the commands"
-}
-
-func retryRemedy(was Row) string {
+// refusal says why an action does not apply to a key; what to find out, and the commands, are in
+// "keys show".
+func refusal(was Row) string {
 	switch {
 	case was.State == Finished:
-		return hasOutcome
+		return "it is finished, and its outcome is never changed: \"outbox-relay keys show\" shows it"
 	case was.Locked:
-		return holder(was) + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock"
-	case was.State == Indeterminate && was.Calling == nil:
-		return "it may have acted: ask the foreign system about this key" + was.notBefore() + "; if it did nothing, retry this key with --call-did-not-happen; if it acted, use \"outbox-relay keys finish\""
-	case was.State != Running && was.Calling == nil:
-		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call; if it happened, use \"outbox-relay keys finish\""
-	case was.State != Running:
-		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system about this key (the child ID of the phase is %v)%s; "+
-			"if it did nothing, retry this key with --call-did-not-happen; if it acted, with --call-happened", *was.Calling, was.ChildID(*was.Calling), was.notBefore())
+		holder := "a worker"
+		if was.LockedBy != nil {
+			holder = fmt.Sprintf("%q", *was.LockedBy)
+		}
+		return holder + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock first"
+	case was.State == Running:
+		return "it is running, and its lock is free: the next request, or the completer, continues it"
 	}
-	return "it is running already: " + goesOn(was)
-}
-
-// goesOn describes what the next request does with a running key that no worker holds.
-func goesOn(was Row) string {
-	if !was.InDoubt() {
-		return "the next request, or the completer, continues it"
-	}
-	return fmt.Sprintf("the next request, or the completer, makes it indeterminate, since the call of phase %q (child ID %v) may have been made", *was.Calling, was.ChildID(*was.Calling))
-}
-
-func finishRemedy(was Row) string {
-	if was.State == Finished {
-		return hasOutcome
-	}
-	return holder(was) + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock first"
-}
-
-// notBefore warns of asking while the call may be on its way.
-func (r Row) notBefore() string {
-	if !r.OnItsWay() {
-		return ""
-	}
-	return ", not before " + r.RetryAt.UTC().Format(time.RFC3339)
-}
-
-func holder(was Row) string {
-	if was.LockedBy == nil {
-		return "a worker"
-	}
-	return fmt.Sprintf("%q", *was.LockedBy)
+	return "it is " + was.State + ", so its lock is free, and a person decides: \"outbox-relay keys show\" has what to find out first, and the commands"
 }
 
 // Outcome is what every request gets from now on.

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
@@ -36,12 +37,12 @@ func AddOption(flags *pflag.FlagSet, name, kind, standard, usage string, parse f
 
 // AddDuration adds a flag from lowest to highest. The help shows the bounds.
 func AddDuration(flags *pflag.FlagSet, target *time.Duration, name string, standard, lowest, highest time.Duration, usage string) {
-	want := ShortDuration(lowest) + " to " + ShortDuration(highest)
+	want := human.Exact(lowest) + " to " + human.Exact(highest)
 	*target = standard
-	AddOption(flags, name, "duration", ShortDuration(standard), usage+" ("+want+")", func(text string) error {
+	AddOption(flags, name, "duration", human.Exact(standard), usage+" ("+want+")", func(text string) error {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < lowest || d > highest {
-			return fmt.Errorf("want a duration such as %s, %s", ShortDuration(standard), want)
+			return fmt.Errorf("want a duration such as %s, %s", human.Exact(standard), want)
 		}
 		*target = d
 		return nil
@@ -95,18 +96,6 @@ func CommandLineOnly(flags *pflag.FlagSet, names ...string) {
 		f := flags.Lookup(name)
 		f.Annotations = map[string][]string{annotationCommandLine: {}}
 	}
-}
-
-// ShortDuration writes a duration without its zero units: 10m, not 10m0s.
-func ShortDuration(d time.Duration) string {
-	text := d.String()
-	if strings.HasSuffix(text, "m0s") {
-		text = strings.TrimSuffix(text, "0s")
-	}
-	if strings.HasSuffix(text, "h0m") {
-		text = strings.TrimSuffix(text, "0m")
-	}
-	return text
 }
 
 // Shown quotes a value that the user gave, unless it may hold a secret: a database URL easily ends

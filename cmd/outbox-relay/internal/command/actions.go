@@ -18,12 +18,10 @@ import (
 )
 
 func newActions(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "actions",
 		Short: "Show what operators did",
-	}
-	cmd.AddCommand(newActionsList(s))
-	return cmd
+	}, newActionsList(s))
 }
 
 func newActionsList(s *cli.Settings) *cobra.Command {

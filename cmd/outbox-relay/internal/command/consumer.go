@@ -20,14 +20,12 @@ import (
 )
 
 func newConsumer(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "consumer",
 		Short: "Pause topics for a group, move a partition's position, choose how messages get their IDs",
 		Long: `Change what the consumers of a group do. Running consumers follow within seconds. Changes are recorded: see
 "outbox-relay actions list".`,
-	}
-	cmd.AddCommand(newConsumerPause(s), newConsumerResume(s), newConsumerResumeAt(s), newConsumerRule(s))
-	return cmd
+	}, newConsumerPause(s), newConsumerResume(s), newConsumerResumeAt(s), newConsumerRule(s))
 }
 
 // consumerChange holds the flags of every change.

@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -115,7 +116,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	d.options.DatabaseURL, d.options.Brokers = on.postgres.URL, on.kafka.Brokers
 	d.options.Progress = (&demoScreen{Screen: screen}).progress
 	screen.Line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
-		d.options.Orders, cli.ShortDuration(d.options.Duration), d.options.Seed))
+		d.options.Orders, human.Exact(d.options.Duration), d.options.Seed))
 	report, err := demo.Run(ctx, d.options)
 	screen.End()
 	if err != nil {

@@ -20,108 +20,78 @@ import (
 )
 
 func newDead(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "dead",
-		Short: "Show, retry or discard rows that Kafka did not accept",
-		Long: `Rows that Kafka did not accept wait in outbox_dead. The first dead row of a key holds the key: later rows of the key
+	return newHeld(s, held.Dead, "Show, retry or discard rows that Kafka did not accept",
+		`Rows that Kafka did not accept wait in outbox_dead. The first dead row of a key holds the key: later rows of the key
 wait behind it, in order. An operator decides:
 
   outbox-relay dead list                # what waits, and why
   outbox-relay dead show ID             # all about one row, and what to do
   outbox-relay dead retry ID --wait     # publish it, and the rows behind it
   outbox-relay dead discard ID --why …  # never publish it; the rows behind it continue`,
-	}
-	cmd.AddCommand(
-		newList(s, held.Dead, &cobra.Command{
-			Use:   "list [ID]",
-			Short: "List dead rows, the newest first",
-			Long: `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or an ID,
+		helpText{"List dead rows, the newest first", `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or an ID,
 lists rows behind others. Without --relay it lists rows of all relays.
 
---json has the same keys as for parked messages: what dead rows do not have is empty or null.`,
-		}),
-		newShow(s, held.Dead, &cobra.Command{
-			Use:   "show ID",
-			Short: "Show all about a dead row, and what to do",
-			Long: `Show a dead row: error, rows behind it, operators' actions, and what to do. ID is the row's id or seq, as in the
+--json has the same keys as for parked messages: what dead rows do not have is empty or null.`},
+		helpText{"Show all about a dead row, and what to do", `Show a dead row: error, rows behind it, operators' actions, and what to do. ID is the row's id or seq, as in the
 relay's log. If several relays have it, all are shown.
 
 Headers and payload need --payload, which is cut at 4 KiB without --full. Headers that hold secrets (authorization,
-cookie, token, and the like) are never shown.`,
-		}),
-		newRetry(s, held.Dead, &cobra.Command{
-			Use:   "retry {ID | filter}",
-			Short: "Hand dead rows back to the running relay",
-			Long: `Hand dead rows back to the running relay. It publishes them within about a second, then the rows behind them, in
+cookie, token, and the like) are never shown.`},
+		helpText{"Hand dead rows back to the running relay", `Hand dead rows back to the running relay. It publishes them within about a second, then the rows behind them, in
 order. A row that Kafka refuses again is held again. Only the first row of a key can be retried; the others follow.
 Rows of a missing topic need no retry: they follow once it exists.
 
 With --wait, exit status 1 if a row is held again, or not done within --wait-max. Retries are recorded.
 
   outbox-relay dead retry 0199a0c4-… --wait
-  outbox-relay dead retry --reason too_large --topic orders --why "limit raised to 4 MiB" --wait`,
-		}),
-		newDiscard(s, held.Dead, &cobra.Command{
-			Use:   "discard {ID | filter}",
-			Short: "Discard dead rows: they are never published",
-			Long: `Discard dead rows: they are never published. The rows behind them go to the relay, in order, or are discarded too with
+  outbox-relay dead retry --reason too_large --topic orders --why "limit raised to 4 MiB" --wait`},
+		helpText{"Discard dead rows: they are never published", `Discard dead rows: they are never published. The rows behind them go to the relay, in order, or are discarded too with
 --all-of-key. Only the first row of a key can be discarded alone, and none that was handed back: the relay may be
 publishing it. Discards are recorded without the payload: see "dead show" first.
 
   outbox-relay dead discard 0199a0c4-… --why "test order"
-  outbox-relay dead discard --topic oders --all-of-key --yes --why "misspelt topic"`,
-		}),
-	)
-	return cmd
+  outbox-relay dead discard --topic oders --all-of-key --yes --why "misspelt topic"`})
 }
 
 func newParked(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "parked",
-		Short: "Show, retry or discard messages that could not be handled",
-		Long: `Messages that a consumer could not handle wait in parked_messages. The first parked message of a key holds the key:
+	return newHeld(s, held.Parked, "Show, retry or discard messages that could not be handled",
+		`Messages that a consumer could not handle wait in parked_messages. The first parked message of a key holds the key:
 later messages of the key wait behind it, in order. An operator decides:
 
   outbox-relay parked list                # what waits, and why
   outbox-relay parked show ID             # all about one message, and what to do
   outbox-relay parked retry ID --wait     # handle it, and the messages behind it
   outbox-relay parked discard ID --why …  # never handle it; the messages behind it continue`,
-	}
-	cmd.AddCommand(
-		newList(s, held.Parked, &cobra.Command{
-			Use:   "list [ID]",
-			Short: "List parked messages, the newest first",
-			Long: `List parked messages, the newest first, with the number of messages behind each, and totals by reason. --reason behind,
+		helpText{"List parked messages, the newest first", `List parked messages, the newest first, with the number of messages behind each, and totals by reason. --reason behind,
 or an ID, lists messages behind others.
 
---json has the same keys as for dead rows: what parked messages do not have is empty or null.`,
-		}),
-		newShow(s, held.Parked, &cobra.Command{
-			Use:   "show ID",
-			Short: "Show all about a parked message, and what to do",
-			Long: `Show a parked message: error, messages behind it, operators' actions, and what to do. ID is the message's ID, as in the
+--json has the same keys as for dead rows: what parked messages do not have is empty or null.`},
+		helpText{"Show all about a parked message, and what to do", `Show a parked message: error, messages behind it, operators' actions, and what to do. ID is the message's ID, as in the
 log or as the message carried it, or topic/partition/offset. If several consumers parked it, all are shown.
 
-Headers and payload are as in "dead show".`,
-		}),
-		newRetry(s, held.Parked, &cobra.Command{
-			Use:   "retry {ID | filter}",
-			Short: "Hand parked messages back to the running consumers",
-			Long: `Hand parked messages back to the running consumers. The partition's holder handles them within about a second, then the
+Headers and payload are as in "dead show".`},
+		helpText{"Hand parked messages back to the running consumers", `Hand parked messages back to the running consumers. The partition's holder handles them within about a second, then the
 messages behind them, in order. A message that fails again is parked again. Only the first message of a key can be
 retried; the others follow.
 
-With --wait, exit status 1 if a message fails again, or is not done within --wait-max. Retries are recorded.`,
-		}),
-		newDiscard(s, held.Parked, &cobra.Command{
-			Use:   "discard {ID | filter}",
-			Short: "Discard parked messages: they are never handled",
-			Long: `Discard parked messages: they are never handled, and their rows are deleted. The messages behind them go to the
+With --wait, exit status 1 if a message fails again, or is not done within --wait-max. Retries are recorded.`},
+		helpText{"Discard parked messages: they are never handled", `Discard parked messages: they are never handled, and their rows are deleted. The messages behind them go to the
 consumers, in order, or are discarded too with --all-of-key. Only the first message of a key can be discarded alone.
-Discards are recorded without the payload: see "parked show" first.`,
-		}),
-	)
-	return cmd
+Discards are recorded without the payload: see "parked show" first.`})
+}
+
+// helpText is the short and the long text of a command.
+type helpText struct{ short, long string }
+
+func newHeld(s *cli.Settings, kind held.Kind, short, long string, list, show, retry, discard helpText) *cobra.Command {
+	command := func(use string, h helpText) *cobra.Command {
+		return &cobra.Command{Use: use, Short: h.short, Long: h.long}
+	}
+	return group(command(string(kind), helpText{short, long}),
+		newList(s, kind, command("list [ID]", list)),
+		newShow(s, kind, command("show ID", show)),
+		newRetry(s, kind, command("retry {ID | filter}", retry)),
+		newDiscard(s, kind, command("discard {ID | filter}", discard)))
 }
 
 // selection is the rows of a kind that a command's flags choose.

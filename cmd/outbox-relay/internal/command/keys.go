@@ -24,7 +24,7 @@ import (
 )
 
 func newKeys(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "keys",
 		Short: "Show requests by their idempotency keys, and resolve those that need a decision",
 		Long: `A request is executed once per idempotency key. An operator decides on two states: indeterminate (a foreign system may
@@ -36,9 +36,7 @@ or may not have acted) and abandoned (no phase was done for too long).
   outbox-relay keys finish KEY --status 201 --window 24h --why …   # nothing more is executed: requests get this outcome
 
 KEY is what the client sent or, for an unfinished key, the eight digits that logs show instead.`,
-	}
-	cmd.AddCommand(newKeysList(s), newKeysShow(s), newKeysUnlock(s), newKeysRetry(s), newKeysFinish(s), newKeysReap(s))
-	return cmd
+	}, newKeysList(s), newKeysShow(s), newKeysUnlock(s), newKeysRetry(s), newKeysFinish(s), newKeysReap(s))
 }
 
 func keyStates() []string {

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -26,12 +24,10 @@ import (
 )
 
 func newMigrate(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "migrate",
 		Short: "Create, upgrade, check, print or remove the tables, and their roles",
-	}
-	cmd.AddCommand(newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s), newMigrateRoles(s))
-	return cmd
+	}, newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s), newMigrateRoles(s))
 }
 
 // migrated is what "migrate up" and "migrate down" print.
@@ -153,33 +149,11 @@ func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, 
 // loss describes what would be lost below a version, if it can be counted.
 func loss(ctx context.Context, conn *pgx.Conn, schema string, to, from int) string {
 	var lost []string
-	add := func(n int64, exact bool, otherwise, what string) {
-		if exact {
-			otherwise = ""
-		}
-		if n > 0 {
-			lost = append(lost, otherwise+human.Count(n, what))
-		}
-	}
-	if to < 1 {
-		shards, err := pipeline.ShardsOf(ctx, conn, schema, "")
-		if err == nil {
-			err = pipeline.Count(ctx, conn, schema, shards, pipeline.CountMax)
-		}
-		if err != nil {
-			return uncounted
-		}
-		waiting, exact := map[string]int64{}, true
-		for _, s := range shards {
-			waiting[s.Relay] += s.Waiting
-			exact = exact && s.WaitingExact
-		}
-		add(slices.Max(slices.Collect(maps.Values(waiting))), exact, "about ", "unpublished outbox row")
-	}
 	for _, table := range []struct {
 		version    int
 		what, rows string
 	}{
+		{1, "outbox row", "effectonce.outbox"},
 		{1, "message for later", "effectonce.outbox_scheduled"},
 		{1, "dead row", "effectonce.outbox_dead WHERE state <> 'discarded'"},
 		{2, "parked message", "effectonce.parked_messages"},
@@ -194,14 +168,18 @@ func loss(ctx context.Context, conn *pgx.Conn, schema string, to, from int) stri
 		var n int64
 		sql := migrations.InSchema("SELECT count(*) FROM (SELECT FROM "+table.rows+" LIMIT $1) rows", schema)
 		if err := conn.QueryRow(ctx, sql, pipeline.CountMax).Scan(&n); err != nil {
-			return uncounted
+			return "what the removed tables hold (it cannot be counted)"
 		}
-		add(n, n < pipeline.CountMax, "at least ", table.what)
+		switch n {
+		case 0:
+		case pipeline.CountMax:
+			lost = append(lost, "at least "+human.Count(n, table.what))
+		default:
+			lost = append(lost, human.Count(n, table.what))
+		}
 	}
-	return cmp.Or(strings.Join(lost, ", "), "what is published and done") + " (without claims, redelivered messages take effect again)"
+	return cmp.Or(strings.Join(lost, ", "), "no rows") + " (without claims, redelivered messages take effect again)"
 }
-
-const uncounted = "what the removed tables hold (it cannot be counted)"
 
 // schemaState is what "migrate status" prints.
 type schemaState struct {

@@ -19,12 +19,10 @@ import (
 )
 
 func newRelays(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "relays",
 		Short: "List the relays that the outbox knows, and delete retired ones",
-	}
-	cmd.AddCommand(newRelaysList(s), newRelaysDelete(s))
-	return cmd
+	}, newRelaysList(s), newRelaysDelete(s))
 }
 
 func newRelaysList(s *cli.Settings) *cobra.Command {

@@ -222,7 +222,7 @@ func TestMigrateUpStatusDown(t *testing.T) {
 	requests(t, conn)
 	r = run(t, map[string]string{"DATABASE_URL": address, "OUTBOX_YES": "true"}, "migrate", "down", "--to", "0")
 	assert.Equal(t, 2, r.code, "consent must not come from the environment")
-	assert.Contains(t, r.stderr, "would lose 200 unpublished outbox rows, 1 message for later, 1 version fence, 6 idempotency keys (without claims")
+	assert.Contains(t, r.stderr, "would lose 200 outbox rows, 1 message for later, 1 version fence, 6 idempotency keys (without claims")
 	assert.Contains(t, r.stderr, "--yes")
 	r = runOn(t, address, "migrate", "down", "--yes")
 	assert.Equal(t, 2, r.code)

@@ -43,6 +43,12 @@ func commands() []func(*cli.Settings) *cobra.Command {
 		newDoctor, newPrune, newVersion)
 }
 
+// group is a command that only has subcommands.
+func group(cmd *cobra.Command, subs ...*cobra.Command) *cobra.Command {
+	cmd.AddCommand(subs...)
+	return cmd
+}
+
 // Program runs the command line of this process, and returns its exit status.
 func Program() int {
 	asked, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

@@ -21,7 +21,7 @@ import (
 )
 
 func newTopics(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "topics",
 		Short: "Pause and resume topics",
 		Long: `Pause and resume topics. The rows of a paused topic, and the rows behind them in their keys, wait in outbox_dead; all
@@ -29,9 +29,7 @@ other topics continue. After a resume they are published in order.
 
   outbox-relay topics pause orders --why "consumer has a bug, see INC-12"
   outbox-relay topics resume orders`,
-	}
-	cmd.AddCommand(newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
-	return cmd
+	}, newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
 }
 
 // ofRelay runs work on the schema, for a relay that is known. The time limit includes wait.

@@ -98,12 +98,8 @@ func ResumeAt(
 		if r.Effect = effect(r.Position, at, extent); dryRun {
 			return nil
 		}
-		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, at); err != nil {
-			return err
-		}
-		return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
-			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": AtText(at), "position": r.Position, "before": r.Before,
-		})
+		text := AtText(at)
+		return r.store(ctx, tx, schema, by, &at, &text)
 	})
 	if err != nil {
 		return nil, err
@@ -121,14 +117,20 @@ func Cancel(ctx context.Context, db operator.Beginner, schema string, by operato
 		if canceled = r.Before != nil; !canceled {
 			return nil
 		}
-		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, nil); err != nil {
-			return err
-		}
-		return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
-			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": nil, "position": r.Position, "before": r.Before,
-		})
+		return r.store(ctx, tx, schema, by, nil, nil)
 	})
 	return canceled, err
+}
+
+// store stores and records where the partition resumes; nil: where it is.
+func (r *Resumption) store(ctx context.Context, tx pgx.Tx, schema string, by operator.By, at *int64, text *string) error {
+	p := r.Partition
+	if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, at); err != nil {
+		return err
+	}
+	return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
+		"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": text, "position": r.Position, "before": r.Before,
+	})
 }
 
 // lock reads and locks the partition until the transaction ends.

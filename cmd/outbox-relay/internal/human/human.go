@@ -51,22 +51,16 @@ func Duration(d time.Duration) string {
 	return d.String()
 }
 
-// Exact formats all units of a duration, down to the second, for durations that are compared.
+// Exact formats a duration as flags read it, without its zero units: 10m, not 10m0s.
 func Exact(d time.Duration) string {
-	var text strings.Builder
-	for _, u := range []struct {
-		unit time.Duration
-		name string
-	}{{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "m"}, {time.Second, "s"}} {
-		if n := d / u.unit; n > 0 {
-			text.WriteString(strconv.FormatInt(int64(n), 10) + u.name)
-			d %= u.unit
-		}
+	text := d.String()
+	if strings.HasSuffix(text, "m0s") {
+		text = strings.TrimSuffix(text, "0s")
 	}
-	if text.Len() == 0 || d > 0 {
-		text.WriteString(Duration(d))
+	if strings.HasSuffix(text, "h0m") {
+		text = strings.TrimSuffix(text, "0m")
 	}
-	return text.String()
+	return text
 }
 
 // Word quotes a name for a shell, where that is needed.

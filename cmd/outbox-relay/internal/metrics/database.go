@@ -32,31 +32,8 @@ const (
 
 // database exposes the values of the last reading. A group whose reading failed has no values.
 type database struct {
-	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, pauses, positions *prometheus.Desc
-
 	mu     sync.Mutex
 	groups map[string][]prometheus.Metric
-}
-
-func newDatabase() *database {
-	d := prometheus.NewDesc
-	return &database{
-		groups:       map[string][]prometheus.Metric{},
-		pending:      d("effectonce_outbox_pending_messages", "Committed rows that are not published, without dead rows: counted up to 10000, estimated from the sequence above that.", []string{"relay"}, nil),
-		oldest:       d("effectonce_outbox_oldest_pending_age_seconds", "Age of the oldest unpublished row in seconds; 0 if there is none.", []string{"relay"}, nil),
-		dead:         d("effectonce_outbox_dead_messages", "Rows in outbox_dead, counted up to 100000.", []string{"relay", "reason", "state"}, nil),
-		shards:       d("effectonce_outbox_shards", "Shards of the relay, across all replicas.", []string{"relay"}, nil),
-		paused:       d("effectonce_outbox_paused_topics", "Paused topics of the relay.", []string{"relay"}, nil),
-		size:         d("effectonce_outbox_table_bytes", "Size of the outbox in bytes, with indexes and TOAST.", nil, nil),
-		transactions: d("effectonce_outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written, in seconds; 0 if there is none.", nil, nil),
-		scheduled:    d("effectonce_outbox_scheduled_messages", "Scheduled messages that are not in the outbox yet, counted up to 100000.", nil, nil),
-		overdue:      d("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due.", nil, nil),
-		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", []string{"state"}, nil),
-		unfinished:   d("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running.", nil, nil),
-		parked:       d("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000 for each consumer.", []string{"group", "topic", "reason"}, nil),
-		pauses:       d("effectonce_consumer_paused_topics", "Topics that an operator paused for a group of consumers.", []string{"group"}, nil),
-		positions:    d("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", []string{"group", "topic", "partition"}, nil),
-	}
 }
 
 // Describe implements prometheus.Collector: which values there are changes from reading to reading.
@@ -146,19 +123,19 @@ type group struct {
 }
 
 func (m *Metrics) groups() []group {
-	d, name := m.database, m.cfg.Relay
+	name := m.cfg.Relay
 	return []group{
 		{name: "pending", read: m.pending},
-		{name: "shards", read: m.query(d.shards, shardsSQL, []string{name}, name)},
-		{name: "paused", read: m.query(d.paused, pausedSQL, []string{name}, name)},
-		{name: "dead", read: m.query(d.dead, deadSQL, []string{name}, name, rowsMax)},
-		{name: "size", read: m.query(d.size, sizeSQL, nil)},
-		{name: "transactions", read: m.query(d.transactions, transactionsSQL, nil)},
+		{name: "shards", read: m.query(desc("effectonce_outbox_shards", "Shards of the relay, across all replicas.", "relay"), shardsSQL, []string{name}, name)},
+		{name: "paused", read: m.query(desc("effectonce_outbox_paused_topics", "Paused topics of the relay.", "relay"), pausedSQL, []string{name}, name)},
+		{name: "dead", read: m.query(desc("effectonce_outbox_dead_messages", "Rows in outbox_dead, counted up to 100000.", "relay", "reason", "state"), deadSQL, []string{name}, name, rowsMax)},
+		{name: "size", read: m.query(desc("effectonce_outbox_table_bytes", "Size of the outbox in bytes, with indexes and TOAST."), sizeSQL, nil)},
+		{name: "transactions", read: m.query(desc("effectonce_outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written, in seconds; 0 if there is none."), transactionsSQL, nil)},
 		{name: "scheduled", optional: true, read: m.scheduled},
 		{name: "keys", optional: true, read: m.keys},
-		{name: "parked", optional: true, read: m.query(d.parked, parkedSQL, nil, rowsMax)},
-		{name: "pauses", optional: true, read: m.query(d.pauses, pausesSQL, nil)},
-		{name: "positions", optional: true, read: m.query(d.positions, positionsSQL, nil, positionsMax)},
+		{name: "parked", optional: true, read: m.query(desc("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000 for each consumer.", "group", "topic", "reason"), parkedSQL, nil, rowsMax)},
+		{name: "pauses", optional: true, read: m.query(desc("effectonce_consumer_paused_topics", "Topics that an operator paused for a group of consumers.", "group"), pausesSQL, nil)},
+		{name: "positions", optional: true, read: m.query(desc("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", "group", "topic", "partition"), positionsSQL, nil, positionsMax)},
 	}
 }
 
@@ -175,7 +152,10 @@ func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, 
 	for _, s := range shards {
 		waiting, oldest = waiting+s.Waiting, max(oldest, s.OldestWaitingSeconds)
 	}
-	return []prometheus.Metric{gauge(m.database.pending, float64(waiting), m.cfg.Relay), gauge(m.database.oldest, oldest, m.cfg.Relay)}, nil
+	return []prometheus.Metric{
+		gauge(desc("effectonce_outbox_pending_messages", "Committed rows that are not published, without dead rows: counted up to 10000, estimated from the sequence above that.", "relay"), float64(waiting), m.cfg.Relay),
+		gauge(desc("effectonce_outbox_oldest_pending_age_seconds", "Age of the oldest unpublished row in seconds; 0 if there is none.", "relay"), oldest, m.cfg.Relay),
+	}, nil
 }
 
 func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
@@ -183,7 +163,10 @@ func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric
 	if err != nil {
 		return nil, err
 	}
-	return []prometheus.Metric{gauge(m.database.scheduled, float64(s.Count)), gauge(m.database.overdue, s.OldestOverdueSeconds)}, nil
+	return []prometheus.Metric{
+		gauge(desc("effectonce_outbox_scheduled_messages", "Scheduled messages that are not in the outbox yet, counted up to 100000."), float64(s.Count)),
+		gauge(desc("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due."), s.OldestOverdueSeconds),
+	}, nil
 }
 
 func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
@@ -191,11 +174,15 @@ func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, err
 	if err != nil {
 		return nil, err
 	}
-	values := []prometheus.Metric{gauge(m.database.unfinished, k.OldestUnfinishedSeconds)}
+	values := []prometheus.Metric{gauge(desc("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running."), k.OldestUnfinishedSeconds)}
 	for state, n := range map[string]int64{"running": k.Running, "indeterminate": k.Indeterminate, "abandoned": k.Abandoned} {
-		values = append(values, gauge(m.database.keys, float64(n), state))
+		values = append(values, gauge(desc("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", "state"), float64(n), state))
 	}
 	return values, nil
+}
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(name, help, labels, nil)
 }
 
 // gauge makes labels UTF-8, which a database with another encoding may not have.

@@ -48,7 +48,7 @@ const slots = 4
 
 // New returns metrics with all counters at zero.
 func New(cfg Config) *Metrics {
-	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase()}
+	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: &database{groups: map[string][]prometheus.Metric{}}}
 	name := prometheus.Labels{"relay": cfg.Relay}
 	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
 		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})

@@ -298,11 +298,11 @@ func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (extent *t
 		return nil, nil //nolint:nilnil // not known is no error
 	}
 	err = r.s.AskKafka(ctx, cli.ReadMax, func(ctx context.Context, client *kgo.Client) error {
-		found, err := topicscan.Extents(ctx, client, time.Time{}, p.Topic)
+		found, err := topicscan.ExtentOf(ctx, client, time.Time{}, p.Topic)
 		if err != nil {
 			return fmt.Errorf("%w (without --brokers the offset is not compared with the topic)", err)
 		}
-		if span, exists := found[p.Topic][p.Partition]; exists {
+		if span, exists := found[p.Partition]; exists {
 			extent = &span
 		}
 		return nil

@@ -52,8 +52,7 @@ signal ends the process at once; the next replica then publishes the last rows a
 It waits for an unreachable database: at the start for --database-wait, later indefinitely. What the database refuses,
 such as a password, is an error at once.
 
-  outbox-relay run --listen :9464                   # in a container
-  outbox-relay run --pprof-address 127.0.0.1:6060   # profiles`,
+  outbox-relay run --listen :9464   # in a container`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return r.run(cmd.Context(), s.Logger(cmd.ErrOrStderr()))
 		},
@@ -72,7 +71,6 @@ such as a password, is an error at once.
 	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
 	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)
-	s.Check(cmd, r.endpoints.Validate)
 	return cmd
 }
 
@@ -149,7 +147,8 @@ type watch struct {
 	server  *monitor.Server
 	pool    *pgxpool.Pool // nil until begin
 
-	stops []context.CancelFunc
+	lives context.Context //nolint:containedctx // close ends it, later than the relay's
+	stop  context.CancelFunc
 	work  sync.WaitGroup
 }
 
@@ -174,33 +173,13 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: state,
 	})}
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
-	if r.endpoints.pprof != "" {
-		profiles, err := config.Listen(ctx, "tcp", r.endpoints.pprof)
-		if err != nil {
-			_ = listener.Close()
-			return nil, fmt.Errorf("cannot listen on %s: %w: give another --pprof-address", r.endpoints.pprof, err)
-		}
-		w.serve(ctx, logger, "/debug/pprof/", profiles, w.server.RunProfiles)
-		logger.InfoContext(ctx, "listening for /debug/pprof/", "pprof_address", profiles.Addr().String())
-	}
-	w.serve(ctx, logger, "/healthz, /readyz and /metrics", listener, w.server.Run)
-	return w, nil
-}
-
-func (w *watch) serve(ctx context.Context, logger *slog.Logger, what string, listener net.Listener, run func(context.Context, net.Listener) error) {
-	lives := w.lives(ctx)
+	w.lives, w.stop = context.WithCancel(context.WithoutCancel(ctx))
 	w.work.Go(func() {
-		if err := run(lives, listener); err != nil {
-			logger.ErrorContext(ctx, what+" stopped", "error", err)
+		if err := w.server.Run(w.lives, listener); err != nil {
+			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
 		}
 	})
-}
-
-// lives returns a context that close ends, later than the relay's.
-func (w *watch) lives(ctx context.Context) context.Context {
-	lives, stop := context.WithCancel(context.WithoutCancel(ctx))
-	w.stops = append(w.stops, stop)
-	return lives
+	return w, nil
 }
 
 func (w *watch) hooks() relay.Hooks {
@@ -222,14 +201,13 @@ func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logg
 	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach)
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
-	lives := w.lives(ctx)
-	own, err := pgxpool.NewWithConfig(lives, config)
+	own, err := pgxpool.NewWithConfig(w.lives, config)
 	if err != nil {
 		return err
 	}
 	w.pool = own
 	w.server.Ask(own)
-	w.work.Go(func() { w.metrics.Watch(lives, own) })
+	w.work.Go(func() { w.metrics.Watch(w.lives, own) })
 	w.state.Running()
 	context.AfterFunc(ctx, w.state.Draining)
 	return nil
@@ -240,9 +218,7 @@ func (w *watch) close() {
 	if w == nil {
 		return
 	}
-	for _, stop := range w.stops {
-		stop()
-	}
+	w.stop()
 	w.work.Wait()
 	if w.pool != nil {
 		w.pool.Close()

@@ -184,11 +184,11 @@ func (p *Positions) readEnds(ctx context.Context, kafka *Kafka) error {
 	for i := range p.Consumers {
 		c := &p.Consumers[i]
 		if extents[c.Topic] == nil {
-			found, err := topicscan.Extents(ctx, kafka.Client, time.Time{}, c.Topic)
+			found, err := topicscan.ExtentOf(ctx, kafka.Client, time.Time{}, c.Topic)
 			if err != nil {
 				return err
 			}
-			extents[c.Topic] = found[c.Topic]
+			extents[c.Topic] = found
 		}
 		span, known := extents[c.Topic][c.Partition]
 		if !known {

@@ -155,18 +155,17 @@ func (e *explainer) searchTopics(ctx context.Context) error {
 }
 
 func (e *explainer) search(ctx context.Context, t target, search *Search) error {
-	extents, err := topicscan.Extents(ctx, e.kafka.Client, t.since, t.topic)
+	extent, err := topicscan.ExtentOf(ctx, e.kafka.Client, t.since, t.topic)
 	if err != nil {
 		return err
 	}
-	extent := extents[t.topic]
 	if len(extent) == 0 && !slices.Contains(search.Missing, t.topic) {
 		search.Missing = append(search.Missing, t.topic)
 	}
 	if p, one := PartitionOf(t.key, len(extent)); t.keyed && one {
-		extents[t.topic] = topicscan.Extent{p: extent[p]}
+		extent = topicscan.Extent{p: extent[p]}
 	}
-	err = topicscan.Scan(ctx, e.kafka.Options, extents, func(r *kgo.Record) error {
+	err = topicscan.Scan(ctx, e.kafka.Options, map[string]topicscan.Extent{t.topic: extent}, func(r *kgo.Record) error {
 		if search.Records >= e.ScanMax {
 			return errEnough
 		}
@@ -218,12 +217,12 @@ type At struct {
 // at finds what is at a place, and reads the record if there is one.
 func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	at := &At{Place: place}
-	extents, err := topicscan.Extents(ctx, k.Client, time.Time{}, place.Topic)
+	extent, err := topicscan.ExtentOf(ctx, k.Client, time.Time{}, place.Topic)
 	if err != nil {
 		return nil, nil, err
 	}
-	span, known := extents[place.Topic][place.Partition]
-	at.Partitions, at.Start, at.End = len(extents[place.Topic]), span.Start, span.End
+	span, known := extent[place.Partition]
+	at.Partitions, at.Start, at.End = len(extent), span.Start, span.End
 	switch {
 	case at.Partitions == 0:
 		at.State = PlaceNoTopic

@@ -139,17 +139,30 @@ func (a *Action) By() string {
 	return a.Who + " (" + *a.Stated + ")"
 }
 
+// subject is what a line about an action needs of its Subject, of which each action has a part.
+type subject struct {
+	Happened     bool    `json:"call_happened"`
+	DidNotHappen bool    `json:"call_did_not_happen"`
+	Status       *int    `json:"status"`
+	ResumeAt     *string `json:"resume_at"`
+	IDRule       string  `json:"id_rule"`
+	Shards       int     `json:"shards"`
+	Rows         int64   `json:"rows"`
+	ID           string  `json:"message_id"`
+	Topic        string  `json:"topic"`
+	Partition    *int32  `json:"partition"`
+	Group        string  `json:"group"`
+	Consumer     string  `json:"consumer"`
+	Operation    string  `json:"operation"`
+	Scope        string  `json:"scope"`
+	Mark         string  `json:"mark"`
+	Relay        string  `json:"relay"`
+	Role         string  `json:"role"`
+}
+
 // Choice describes in one line what was decided, where What leaves that open.
 func (a *Action) Choice() string {
-	var subject struct {
-		Happened     bool    `json:"call_happened"`
-		DidNotHappen bool    `json:"call_did_not_happen"`
-		Status       *int    `json:"status"`
-		ResumeAt     *string `json:"resume_at"`
-		IDRule       string  `json:"id_rule"`
-		Shards       int     `json:"shards"`
-		Rows         int64   `json:"rows"`
-	}
+	var subject subject
 	if json.Unmarshal(a.Subject, &subject) != nil {
 		return ""
 	}
@@ -177,18 +190,7 @@ func (a *Action) Choice() string {
 // Object describes in one line what an action was done to: the message, the idempotency key as logs
 // show it, or else the place in Kafka. Empty: the action has none of these.
 func (a *Action) Object() string {
-	var subject struct {
-		ID        string `json:"message_id"`
-		Topic     string `json:"topic"`
-		Partition *int32 `json:"partition"`
-		Group     string `json:"group"`
-		Consumer  string `json:"consumer"`
-		Operation string `json:"operation"`
-		Scope     string `json:"scope"`
-		Mark      string `json:"mark"`
-		Relay     string `json:"relay"`
-		Role      string `json:"role"`
-	}
+	var subject subject
 	if json.Unmarshal(a.Subject, &subject) != nil {
 		return ""
 	}

@@ -88,8 +88,8 @@ func escaped(text []byte) (safe, rest []byte) {
 
 func harmless(r rune) bool { return unicode.IsPrint(r) || r == '\n' || r == '\t' }
 
-// LineEvery is the interval between progress lines where a line cannot be overwritten.
-const LineEvery = 2 * time.Second
+// lineEvery is the interval between progress lines where a line cannot be overwritten.
+const lineEvery = 2 * time.Second
 
 // Screen shows progress: on a terminal in one line that is overwritten, elsewhere in plain lines. A
 // failed write is ignored, and the run continues.
@@ -146,20 +146,16 @@ func (s *Screen) End() {
 // widthMax is the width of the narrowest terminal in use: a line that wraps cannot be overwritten.
 const widthMax = 79
 
-// Overwrite replaces the current line.
-func (s *Screen) Overwrite(text string) {
-	text = text[:min(len(text), widthMax)]
-	s.terminal.control("\r")
-	_ = Say(s.out, "%-*s", s.width, text)
-	s.width = len(text)
-}
-
-// Step shows progress of work that has no phases.
+// Step shows progress: on a terminal it replaces the current line.
 func (s *Screen) Step(format string, args ...any) {
 	switch {
 	case s.Overwrites():
-		s.Overwrite(fmt.Sprintf(format, args...))
-	case time.Since(s.last) >= LineEvery:
+		text := fmt.Sprintf(format, args...)
+		text = text[:min(len(text), widthMax)]
+		s.terminal.control("\r")
+		_ = Say(s.out, "%-*s", s.width, text)
+		s.width = len(text)
+	case time.Since(s.last) >= lineEvery:
 		s.last = time.Now()
 		_ = Say(s.out, format+"\n", args...)
 	}

@@ -197,12 +197,12 @@ func (r *run) number(ctx context.Context, topic string) (int32, error) {
 	if r.report.Since != nil {
 		since = r.report.Since.Add(-clockSlack)
 	}
-	extents, err := topicscan.Extents(ctx, r.kafka.Client, since, topic)
+	extent, err := topicscan.ExtentOf(ctx, r.kafka.Client, since, topic)
 	if err != nil {
 		return 0, err
 	}
 	n := int32(len(r.names))
-	r.numbers[topic], r.names, r.extents[topic] = n, append(r.names, topic), extents[topic]
+	r.numbers[topic], r.names, r.extents[topic] = n, append(r.names, topic), extent
 	return n, nil
 }
 

@@ -271,14 +271,14 @@ func ReadTopic(ctx context.Context, options []kgo.Opt, topic string, evidence *E
 		return fmt.Errorf("check topic %s: %w", topic, err)
 	}
 	defer client.Close()
-	extents, err := topicscan.Extents(ctx, client, time.Time{}, topic)
+	extent, err := topicscan.ExtentOf(ctx, client, time.Time{}, topic)
 	if err != nil {
 		return fmt.Errorf("check topic %s: %w", topic, err)
 	}
-	if len(extents[topic]) == 0 {
+	if len(extent) == 0 {
 		return fmt.Errorf("check topic %s: %w", topic, kerr.UnknownTopicOrPartition)
 	}
-	err = topicscan.Scan(ctx, options, extents, func(r *kgo.Record) error {
+	err = topicscan.Scan(ctx, options, map[string]topicscan.Extent{topic: extent}, func(r *kgo.Record) error {
 		evidence.Records = append(evidence.Records, decode(r))
 		return nil
 	})

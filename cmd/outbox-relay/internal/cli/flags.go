@@ -68,12 +68,15 @@ func AddInt(flags *pflag.FlagSet, target *int, name string, standard, lowest, hi
 
 // AddChoice adds a flag that has one of the choices. The help shows them.
 func AddChoice(flags *pflag.FlagSet, target *string, name string, choices []string, standard, usage string) {
+	addChoice(flags, name, choices, standard, usage, func(text string) error { *target = text; return nil })
+}
+
+func addChoice(flags *pflag.FlagSet, name string, choices []string, standard, usage string, set func(string) error) {
 	AddOption(flags, name, "string", standard, usage+" ("+strings.Join(choices, ", ")+")", func(text string) error {
 		if !slices.Contains(choices, text) {
 			return errors.New("want one of " + strings.Join(choices, ", "))
 		}
-		*target = text
-		return nil
+		return set(text)
 	})
 }
 
@@ -134,12 +137,7 @@ func Into(target **string) func(string) error {
 
 // AddOneOf adds a flag that has one of the known texts. The target stays nil unless it is given.
 func AddOneOf(flags *pflag.FlagSet, target **string, name, usage string, known []string) {
-	AddOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
-		if !slices.Contains(known, text) {
-			return errors.New("want one of " + strings.Join(known, ", "))
-		}
-		return Into(target)(text)
-	})
+	addChoice(flags, name, known, "", usage, Into(target))
 }
 
 // AgeMax is far above the age of any stored row.

@@ -110,7 +110,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	defer on.stop(ctx, &err)
 	d.options.Session = demo.SessionDefault
 	if on.kafka.Kind == servers.KindEmbedded {
-		d.options.Session, d.options.Fake = sessionEmbedded, true
+		d.options.Session = sessionEmbedded
 	}
 	d.options.Command = d.ChildCommand(program, "demo", "--"+flagDemoProcess)
 	d.options.DatabaseURL, d.options.Brokers = on.postgres.URL, on.kafka.Brokers

@@ -89,13 +89,13 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	}
 	findings = append(findings, tables...)
 	if !doctor.Well(tables) {
-		return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, nil, options)...)
+		return append(findings, examineKafka(ctx, s, nil, options)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Definitions(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Pipeline(limited, conn, s.Schema, options.lagAgeMax)...)
-	return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, conn, options)...)
+	return append(findings, examineKafka(ctx, s, conn, options)...)
 }
 
 // examineKafka skips the topics if the database could not be read: db is nil then.

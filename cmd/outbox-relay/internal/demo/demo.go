@@ -76,8 +76,6 @@ type Options struct {
 	Orders int
 	// Duration is how long the shop takes for them, and how long processes are killed and frozen.
 	Duration time.Duration
-	// Fake means that the brokers are kfake, which can keep a dead member in a group; see nudge.
-	Fake bool
 	// Session is Kafka's session timeout for the consumers: how long the group waits for a member
 	// that was killed or is frozen.
 	Session time.Duration

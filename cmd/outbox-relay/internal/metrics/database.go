@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -30,30 +29,18 @@ const (
 	positionsMax = 1_000
 )
 
-// database exposes the values of the last reading. A group whose reading failed has no values.
-type database struct {
-	mu     sync.Mutex
-	groups map[string][]prometheus.Metric
-}
-
 // Describe implements prometheus.Collector: which values there are changes from reading to reading.
-func (d *database) Describe(chan<- *prometheus.Desc) {}
+func (m *Metrics) Describe(chan<- *prometheus.Desc) {}
 
-// Collect implements prometheus.Collector.
-func (d *database) Collect(metrics chan<- prometheus.Metric) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, group := range d.groups {
+// Collect implements prometheus.Collector with the values of the last reading.
+func (m *Metrics) Collect(metrics chan<- prometheus.Metric) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, group := range m.last {
 		for _, metric := range group {
 			metrics <- metric
 		}
 	}
-}
-
-func (d *database) set(group string, values []prometheus.Metric) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.groups[group] = values
 }
 
 // Watch reads the database until ctx ends. It uses one connection of the pool at a time.
@@ -90,7 +77,9 @@ func (m *Metrics) read(ctx context.Context, pool *pgxpool.Pool) (failed []string
 			failed = append(failed, g.name)
 			err = errors.Join(err, fmt.Errorf("%s: %w", g.name, groupErr))
 		}
-		m.database.set(g.name, values)
+		m.mu.Lock()
+		m.last[g.name] = values
+		m.mu.Unlock()
 	}
 	return failed, err
 }

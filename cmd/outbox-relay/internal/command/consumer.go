@@ -151,7 +151,11 @@ func newConsumerRule(s *cli.Settings) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return printRule(cmd.OutOrStdout(), before, rule, s.JSON)
+				changed, text := before.IDRule != rule, terminal.Fill("consumer %s has the rule %s already\n", consumerText(before.Name), rule)
+				if changed {
+					text = terminal.Fill("consumer %s: from its next start on, the rule is %s (before: %s)\nWarning: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
+				}
+				return answer(cmd.OutOrStdout(), s.JSON, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed}, text, true)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -188,14 +192,6 @@ func showRules(cmd *cobra.Command, s *cli.Settings, names []string) error {
 }
 
 const ruleWarning = "messages handled before keep their claims under the old rule: do not rewind the group past this moment, or they run again"
-
-func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bool) error {
-	changed, text := before.IDRule != rule, terminal.Fill("consumer %s has the rule %s already\n", consumerText(before.Name), rule)
-	if changed {
-		text = terminal.Fill("consumer %s: from its next start on, the rule is %s (before: %s)\nWarning: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
-	}
-	return answer(out, asJSON, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed}, text, true)
-}
 
 // resumeAt is the command that sets where a partition continues.
 type resumeAt struct {

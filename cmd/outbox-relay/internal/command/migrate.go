@@ -16,8 +16,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
@@ -102,7 +100,7 @@ func newMigrateDown(s *cli.Settings) *cobra.Command {
 		Use:   "down --to VERSION --yes",
 		Short: "Go back to an older version; data that it does not know is lost",
 		Long: `Go back to an older version; 0 removes all tables. Their data is lost: unpublished outbox rows, claims (redelivered
-messages take effect again) and positions. Without --yes it only prints the loss. It waits for locks as "up" does.`,
+messages take effect again) and positions. Without --yes it changes nothing. It waits for locks as "up" does.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				switch {
@@ -111,8 +109,8 @@ messages take effect again) and positions. Without --yes it only prints the loss
 				case to > state.Current:
 					return usageError{fmt.Errorf("--to %d: the database has version %d; \"outbox-relay migrate up\" goes forward", to, state.Current)}
 				case to < state.Current && !yes:
-					return usageError{fmt.Errorf("migrate down from version %d to %d would lose %s; repeat it with --yes if that is meant",
-						state.Current, to, loss(ctx, conn, s.Schema, to, state.Current))}
+					return usageError{fmt.Errorf("migrate down from version %d to %d would lose what the removed tables hold (without claims, redelivered messages take effect again): "+
+						"\"outbox-relay status\" has the numbers; repeat it with --yes if that is meant", state.Current, to)}
 				}
 				if to < state.Current {
 					if err := migrations.To(ctx, conn, patient(cmd, s, lockWait), to); err != nil {
@@ -144,41 +142,6 @@ func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, 
 		*target = n
 		return nil
 	})
-}
-
-// loss describes what would be lost below a version, if it can be counted.
-func loss(ctx context.Context, conn *pgx.Conn, schema string, to, from int) string {
-	var lost []string
-	for _, table := range []struct {
-		version    int
-		what, rows string
-	}{
-		{1, "outbox row", "effectonce.outbox"},
-		{1, "message for later", "effectonce.outbox_scheduled"},
-		{1, "dead row", "effectonce.outbox_dead WHERE state <> 'discarded'"},
-		{2, "parked message", "effectonce.parked_messages"},
-		{2, "claim", "(SELECT FROM effectonce.processed_messages UNION ALL SELECT FROM effectonce.processed_forever) claims"},
-		{2, "position", "effectonce.consumer_positions"},
-		{2, "version fence", "effectonce.fences"},
-		{3, "idempotency key", "effectonce.idempotency_keys"},
-	} {
-		if table.version <= to || table.version > from {
-			continue
-		}
-		var n int64
-		sql := migrations.InSchema("SELECT count(*) FROM (SELECT FROM "+table.rows+" LIMIT $1) rows", schema)
-		if err := conn.QueryRow(ctx, sql, pipeline.CountMax).Scan(&n); err != nil {
-			return "what the removed tables hold (it cannot be counted)"
-		}
-		switch n {
-		case 0:
-		case pipeline.CountMax:
-			lost = append(lost, "at least "+human.Count(n, table.what))
-		default:
-			lost = append(lost, human.Count(n, table.what))
-		}
-	}
-	return cmp.Or(strings.Join(lost, ", "), "no rows") + " (without claims, redelivered messages take effect again)"
 }
 
 // schemaState is what "migrate status" prints.

@@ -92,11 +92,7 @@ type started struct {
 // startServers takes the servers whose addresses are given, else embedded ones.
 func startServers(ctx context.Context, s *cli.Settings, parameters map[string]string, say func(line string)) (*started, error) {
 	say("starting the servers (the first run downloads PostgreSQL)")
-	address, err := s.DatabaseAddress()
-	if err != nil {
-		return nil, err
-	}
-	return start(ctx, servers.PostgresOptions{DatabaseURL: address, Embedded: !s.HasDatabase(), Parameters: parameters},
+	return start(ctx, servers.PostgresOptions{DatabaseURL: s.DatabaseAddress(), Embedded: !s.HasDatabase(), Parameters: parameters},
 		servers.KafkaOptions{Brokers: s.Brokers, Embedded: len(s.Brokers) == 0}, say)
 }
 

@@ -153,7 +153,11 @@ func CheckRule(rule string) error {
 
 // Rule returns a consumer.
 func Rule(ctx context.Context, db operator.Querier, schema, name string) (*Consumer, error) {
-	found, err := operator.Rows(ctx, db, "read the consumer", schema, ruleSQL, pgx.RowToStructByPos[Consumer], name)
+	return one(ctx, db, schema, ruleSQL, name)
+}
+
+func one(ctx context.Context, db operator.Querier, schema, sql, name string) (*Consumer, error) {
+	found, err := operator.Rows(ctx, db, "read the consumer", schema, sql, pgx.RowToStructByPos[Consumer], name)
 	if err != nil {
 		return nil, err
 	}
@@ -171,15 +175,9 @@ func SetRule(ctx context.Context, db operator.Beginner, schema string, by operat
 		return nil, fmt.Errorf("rule %.100q: %w", rule, err)
 	}
 	err = change(ctx, db, "change the rule for IDs", func(tx pgx.Tx) error {
-		found, err := operator.Rows(ctx, tx, "read the consumer", schema, lockRuleSQL, pgx.RowToStructByPos[Consumer], name)
-		if err != nil {
+		var err error
+		if before, err = one(ctx, tx, schema, lockRuleSQL, name); err != nil || before.IDRule == rule {
 			return err
-		}
-		if len(found) == 0 {
-			return unknownConsumer(ctx, tx, schema, name)
-		}
-		if before = &found[0]; before.IDRule == rule {
-			return nil
 		}
 		held, err := operator.Rows(ctx, tx, "read positions", schema, holdersSQL, pgx.RowTo[string], before.Group, before.Topics)
 		if err != nil {

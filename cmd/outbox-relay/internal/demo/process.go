@@ -166,7 +166,7 @@ func (p *process) watch(cmd *exec.Cmd) {
 		p.mu.Unlock()
 		return
 	}
-	crash := fmt.Errorf("%s ended unexpectedly with %w%s", p.job.Name, exitError(err), p.logTail())
+	crash := fmt.Errorf("%s ended unexpectedly with %s%s", p.job.Name, cmd.ProcessState, p.logTail())
 	p.crashes = append(p.crashes, crash.Error())
 	crashes := len(p.crashes)
 	p.mu.Unlock()
@@ -180,13 +180,6 @@ func (p *process) watch(cmd *exec.Cmd) {
 	if err := p.start(); err != nil {
 		p.fleet.failed <- err
 	}
-}
-
-func exitError(err error) error {
-	if err == nil {
-		return errors.New("exit status 0")
-	}
-	return err
 }
 
 // wait returns true when no child is running, false if ctx ends first.

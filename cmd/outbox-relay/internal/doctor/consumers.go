@@ -264,18 +264,11 @@ func (b *Behind) text() string {
 	text := fmt.Sprintf("%s behind, the oldest, %s/%d, for %s", human.Count(b.Partitions, "partition"), oneLine(b.Topic), b.Partition, human.Seconds(b.AgeSeconds))
 	switch {
 	case b.Unheld == b.Partitions:
-		return text + ", and no process holds " + them(b.Partitions)
+		return text + ", held by no process"
 	case b.Unheld > 0:
 		return text + fmt.Sprintf("; %d of them not held by any process", b.Unheld)
 	}
 	return text + ", held by " + oneLine(b.Owner)
-}
-
-func them(n int64) string {
-	if n == 1 {
-		return "it"
-	}
-	return "them"
 }
 
 func (b *Behind) remedy(group string) string {

@@ -125,7 +125,7 @@ func TestConsumersThatAreLateAreFound(t *testing.T) {
 	harmless(t, f)
 
 	exec(t, conn, "DELETE FROM effectonce.consumer_positions WHERE partition = 0")
-	assert.Contains(t, status().Problems[0], "1 partition behind, the oldest, orders/1, for 20h, and no process holds it: start a consumer")
+	assert.Contains(t, status().Problems[0], "1 partition behind, the oldest, orders/1, for 20h, held by no process: start a consumer")
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET released = false")
 	assert.Contains(t, status().Problems[0], "for 20h, held by host-1: the consumer is slow, hangs or died, or a transaction")
 	assert.True(t, readStatus(t, conn, doctor.StatusOptions{LagAgeMax: 30 * time.Hour}).Well)

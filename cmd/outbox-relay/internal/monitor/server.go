@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -34,17 +35,24 @@ type Config struct {
 
 // Server serves /healthz, /readyz and /metrics.
 type Server struct {
-	cfg      Config
-	database *database
+	cfg Config
+
+	mu   sync.Mutex
+	pool *pgxpool.Pool // nil until the program has connected
+	last answer
 }
 
 // New returns a server.
 func New(cfg Config) *Server {
-	return &Server{cfg: cfg, database: &database{relay: cfg.Relay, schema: cfg.Schema}}
+	return &Server{cfg: cfg}
 }
 
 // Ask sets the database that readiness checks. The server uses the pool until Run has returned.
-func (s *Server) Ask(pool *pgxpool.Pool) { s.database.use(pool) }
+func (s *Server) Ask(pool *pgxpool.Pool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.pool, s.last = pool, answer{}
+}
 
 // Run serves until ctx ends, then closes the listener and waits at most a second for responses in
 // progress.

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/migrations"
@@ -143,42 +142,28 @@ type answer struct {
 	held   bool   // a replica holds a lease
 }
 
-// database runs the query, one at a time.
-type database struct {
-	relay, schema string
-
-	mu   sync.Mutex
-	pool *pgxpool.Pool // nil until the program has connected
-	last answer
-}
-
-func (d *database) use(pool *pgxpool.Pool) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.pool, d.last = pool, answer{}
-}
-
-func (d *database) ask(ctx context.Context) answer {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.pool == nil {
+// ask asks the database, one request at a time.
+func (s *Server) ask(ctx context.Context) answer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.pool == nil {
 		return answer{reason: "the database is not connected yet"}
 	}
-	if time.Since(d.last.at) < answerMaxAge {
-		return d.last
+	if time.Since(s.last.at) < answerMaxAge {
+		return s.last
 	}
 	// The next caller uses the answer, too: a caller that hangs up must not cancel it.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askMax)
 	defer cancel()
-	held, err := d.look(ctx)
-	d.last = answer{at: time.Now(), reason: reason(err), held: held}
-	return d.last
+	held, err := s.look(ctx)
+	s.last = answer{at: time.Now(), reason: reason(err), held: held}
+	return s.last
 }
 
 var errStandby = errors.New("the database is a standby")
 
-func (d *database) look(ctx context.Context) (held bool, err error) {
-	err = pgx.BeginTxFunc(ctx, d.pool, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+func (s *Server) look(ctx context.Context) (held bool, err error) {
+	err = pgx.BeginTxFunc(ctx, s.pool, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
 		var standby bool
 		if err := tx.QueryRow(ctx, limitsSQL, statementMax).Scan(nil, nil, &standby); err != nil {
 			return err
@@ -189,10 +174,10 @@ func (d *database) look(ctx context.Context) (held bool, err error) {
 		// A newer schema is no reason to be not ready: a roll-out migrates first, and then replaces
 		// replicas, which publish until then. If all of them became not ready, they could all be
 		// ended at once.
-		if err := migrations.Check(ctx, tx, migrations.Options{Schema: d.schema}); err != nil && !errors.Is(err, migrations.ErrTooNew) {
+		if err := migrations.Check(ctx, tx, migrations.Options{Schema: s.cfg.Schema}); err != nil && !errors.Is(err, migrations.ErrTooNew) {
 			return err
 		}
-		return tx.QueryRow(ctx, migrations.InSchema(heldSQL, d.schema), d.relay).Scan(&held)
+		return tx.QueryRow(ctx, migrations.InSchema(heldSQL, s.cfg.Schema), s.cfg.Relay).Scan(&held)
 	})
 	return held, err
 }
@@ -210,7 +195,7 @@ func reason(err error) string {
 
 // readiness of this replica now.
 func (s *Server) readiness(ctx context.Context) Readiness {
-	at := s.database.ask(ctx)
+	at := s.ask(ctx)
 	phase := s.cfg.State.now()
 	shards, _, away := s.cfg.State.Shards()
 	r := Readiness{Relay: s.cfg.Relay, Shards: shards, Reasons: []string{}}

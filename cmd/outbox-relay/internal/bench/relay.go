@@ -364,8 +364,8 @@ func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
 		}
 	}
 	for page := range pages {
-		for _, record := range page {
-			client.Produce(ctx, record, promise) // waits while too many are unacknowledged
+		for _, r := range page {
+			client.Produce(ctx, r, promise) // waits while too many are unacknowledged
 		}
 	}
 	return errors.Join(client.Flush(ctx), context.Cause(ctx))

@@ -151,8 +151,7 @@ type watch struct {
 	server  *monitor.Server
 	pool    *pgxpool.Pool // nil until begin
 
-	lives context.Context //nolint:containedctx // close ends it, later than the relay's
-	stop  context.CancelFunc
+	stops []context.CancelFunc
 	work  sync.WaitGroup
 }
 
@@ -177,13 +176,20 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: state,
 	})}
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
-	w.lives, w.stop = context.WithCancel(context.WithoutCancel(ctx))
+	lives := w.lives(ctx)
 	w.work.Go(func() {
-		if err := w.server.Run(w.lives, listener); err != nil {
+		if err := w.server.Run(lives, listener); err != nil {
 			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
 		}
 	})
 	return w, nil
+}
+
+// lives returns a context that close ends, later than the relay's.
+func (w *watch) lives(ctx context.Context) context.Context {
+	lives, stop := context.WithCancel(context.WithoutCancel(ctx))
+	w.stops = append(w.stops, stop)
+	return lives
 }
 
 func (w *watch) hooks() relay.Hooks {
@@ -199,19 +205,20 @@ func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logg
 		return nil
 	}
 	reach := "this machine"
-	if !loopback(w.at) {
+	if tcp, is := w.at.(*net.TCPAddr); !is || !tcp.IP.IsLoopback() {
 		reach = "other machines too"
 	}
 	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach)
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
-	own, err := pgxpool.NewWithConfig(w.lives, config)
+	lives := w.lives(ctx)
+	own, err := pgxpool.NewWithConfig(lives, config)
 	if err != nil {
 		return err
 	}
 	w.pool = own
 	w.server.Ask(own)
-	w.work.Go(func() { w.metrics.Watch(w.lives, own) })
+	w.work.Go(func() { w.metrics.Watch(lives, own) })
 	w.state.Running()
 	context.AfterFunc(ctx, w.state.Draining)
 	return nil
@@ -222,7 +229,9 @@ func (w *watch) close() {
 	if w == nil {
 		return
 	}
-	w.stop()
+	for _, stop := range w.stops {
+		stop()
+	}
 	w.work.Wait()
 	if w.pool != nil {
 		w.pool.Close()
@@ -276,12 +285,6 @@ func (e *endpoints) parseListen(text string) error {
 	}
 	e.addr = text
 	return nil
-}
-
-// loopback reports whether an address is only reachable from this machine.
-func loopback(addr net.Addr) bool {
-	tcp, ok := addr.(*net.TCPAddr)
-	return ok && tcp.IP.IsLoopback()
 }
 
 // readyBytesMax is above the size of any answer of /readyz.

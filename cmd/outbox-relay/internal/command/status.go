@@ -340,8 +340,8 @@ func positionsText(p *inspect.Positions) string {
 				terminal.Plain(c.Topic), c.Partition, human.Count(*c.Deleted, "record"), terminal.Plain(c.Group))
 		}
 	}
-	for _, pause := range p.Paused {
-		terminal.Add(&text, "topic %s is paused %s\n", terminal.Plain(pause.Topic), pauseText(pause))
+	for _, paused := range p.Paused {
+		terminal.Add(&text, "topic %s is paused %s\n", terminal.Plain(paused.Topic), pauseText(paused))
 	}
 	for _, m := range p.MissingTopics {
 		terminal.Add(&text, "topic %s of consumer %s does not exist: was it deleted, or is its name misspelt?\n", terminal.Plain(m.Topic), consumerText(m.Consumer))

@@ -256,7 +256,7 @@ func wantedTopics(ctx context.Context, db operator.Querier, schema, prefix strin
 		return nil, err
 	}
 	for _, name := range dead {
-		wanted[prefix+name] = wanted[prefix+name]
+		wanted[prefix+name] = max(wanted[prefix+name], 0)
 	}
 	return wanted, nil
 }

@@ -256,3 +256,5 @@ func TestMissingTopicsAreFound(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, missing)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
 
@@ -75,3 +76,5 @@ func TestScanNamesTheTransactionThatHangs(t *testing.T) {
 	require.ErrorContains(t, err, "abort --topic "+topic+" --partition 0 --start-offset 0")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -70,3 +70,5 @@ func TestPercentile(t *testing.T) {
 	assert.InDelta(t, 2.5, bench.Percentile([]float64{4, 1, 2, 3}, 0.5), 1e-9)
 	assert.InDelta(t, 7, bench.Percentile([]float64{7}, 0.99), 0)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,11 +1,14 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"net/url"
+	"io"
+	"io/fs"
+	"os"
 	"slices"
 	"strings"
 
@@ -64,6 +67,9 @@ func (s *Settings) checkConnections(cmd *cobra.Command) error {
 	}
 	if cmd.Annotations[annotationPlainKafka] != "" && len(s.Brokers) > 0 && s.kafka.used() {
 		problem = errors.Join(problem, fmt.Errorf("%s supports neither TLS nor SASL: want --brokers without them, or none", cmd.CommandPath()))
+	}
+	if cmd.Annotations[annotationPlainKafka] != "" && s.databasePassword.given() {
+		problem = errors.Join(problem, fmt.Errorf("%s takes no --%s: want the password in the database URL", cmd.CommandPath(), flagDatabasePasswordFile))
 	}
 	return problem
 }
@@ -182,24 +188,81 @@ func (s *Settings) usePassword(_ context.Context, config *pgx.ConnConfig) error 
 	return nil
 }
 
-// DatabaseAddress returns the URL with the file's password in it, for code that only takes a URL.
-// It is a secret: print Target.
-func (s *Settings) DatabaseAddress() (string, error) {
-	text := s.databaseURL.reveal()
-	if text == "" || !s.databasePassword.given() {
-		return text, nil
+// DatabaseAddress returns the URL, for code that only takes one. It is a secret: print Target.
+func (s *Settings) DatabaseAddress() string { return s.databaseURL.reveal() }
+
+// settingsFileBytesMax is far above any password, token, key or list of authorities.
+const settingsFileBytesMax = 4 << 20
+
+// readSettingsFile reads a file that a flag names. Its errors quote neither the file nor its name:
+// the user may have given the secret instead of the name.
+func readSettingsFile(path string) ([]byte, error) {
+	info, err := os.Stat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, errors.New("want a file that exists")
+	case errors.Is(err, fs.ErrPermission):
+		return nil, errors.New("want a file that this user may read")
+	case err != nil:
+		return nil, errors.New("want a file that can be read")
+	case !info.Mode().IsRegular():
+		// A pipe would be empty for the next connection.
+		return nil, errors.New("want a regular file: it is read again later")
 	}
-	password, err := s.databasePassword.read()
+	file, err := os.Open(path) //nolint:gosec // the operator names it
+	if err != nil {
+		return nil, errors.New("want a file that this user may read")
+	}
+	defer func() { _ = file.Close() }() // it was only read
+	text, err := io.ReadAll(io.LimitReader(file, settingsFileBytesMax+1))
+	switch {
+	case err != nil:
+		return nil, errors.New("want a file that can be read")
+	case len(text) > settingsFileBytesMax:
+		return nil, fmt.Errorf("want a file of at most %d bytes", settingsFileBytesMax)
+	case len(bytes.TrimSpace(text)) == 0:
+		return nil, errors.New("the file is empty")
+	}
+	return text, nil
+}
+
+// secretFile names a file with one line: a password or a token. It is read for each use, so a new
+// secret needs no restart. The zero value names none.
+type secretFile struct {
+	flag string
+	path string
+}
+
+func (f *secretFile) given() bool { return f.path != "" }
+
+// parse reads the file once, so that an invalid one is refused at the start.
+func (f *secretFile) parse(path string) error {
+	f.path = path
+	_, err := f.content()
+	return err
+}
+
+// errSecretFile identifies these errors to code that must not repeat the driver's errors.
+var errSecretFile = errors.New("the secret cannot be read")
+
+// read returns the secret as it is now.
+func (f *secretFile) read() (string, error) {
+	text, err := f.content()
+	if err != nil {
+		return "", fmt.Errorf("%w: --%s: %w", errSecretFile, f.flag, err)
+	}
+	return text, nil
+}
+
+func (f *secretFile) content() (string, error) {
+	text, err := readSettingsFile(f.path)
 	if err != nil {
 		return "", err
 	}
-	if !strings.HasPrefix(text, "postgres://") && !strings.HasPrefix(text, "postgresql://") {
-		return text + " password='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(password) + "'", nil
+	text = bytes.TrimSuffix(bytes.TrimSuffix(text, []byte("\n")), []byte("\r"))
+	// PLAIN and OAUTHBEARER separate their fields with bytes 0 and 1.
+	if bytes.ContainsAny(text, "\r\n\x00\x01") {
+		return "", errors.New("want a file of one line of text")
 	}
-	// Package net/url does not know lists of hosts. The last password given counts.
-	separator := "?"
-	if strings.Contains(text, "?") {
-		separator = "&"
-	}
-	return text + separator + "password=" + url.QueryEscape(password), nil
+	return string(text), nil
 }

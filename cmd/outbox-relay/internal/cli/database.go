@@ -19,12 +19,14 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // connectMax is how long a connection may take.
@@ -345,4 +347,91 @@ func (s *Settings) Target() string {
 		name = "(a name that is not shown)"
 	}
 	return strings.Join(addresses, ",") + "/" + name
+}
+
+const (
+	// ReadMax is the time limit of Read.
+	ReadMax = 30 * time.Second
+	// ChangeMax is the time limit of OnSchema.
+	ChangeMax = 30 * time.Second
+)
+
+// Read runs work with a connection for reading, after checking the version of the tables.
+func (s *Settings) Read(ctx context.Context, work func(context.Context, *pgx.Conn) error) error {
+	ctx, cancel := context.WithTimeout(ctx, ReadMax)
+	defer cancel()
+	return s.WithTables(ctx, false, work)
+}
+
+// WithTables runs work with a connection, after checking the version of the tables. A command that
+// writes needs a primary.
+func (s *Settings) WithTables(ctx context.Context, writes bool, work func(context.Context, *pgx.Conn) error) error {
+	connect := s.Connect
+	if writes {
+		connect = s.ConnectWriting
+	}
+	conn, err := connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer HangUp(ctx, conn)
+	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
+		return err
+	}
+	return work(ctx, conn)
+}
+
+// OnSchema runs f with a pool of the primary, after checking the version of the tables. It takes at
+// most ChangeMax.
+func (s *Settings) OnSchema(ctx context.Context, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
+	return s.OnSchemaFor(ctx, ChangeMax, f)
+}
+
+// OnSchemaFor is OnSchema with another time limit.
+func (s *Settings) OnSchemaFor(ctx context.Context, limit time.Duration, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	pool, err := s.ConnectPrimary(ctx, 1)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	if err := migrations.Check(ctx, pool, migrations.Options{Schema: s.Schema}); err != nil {
+		return err
+	}
+	return f(ctx, pool)
+}
+
+// takeAnyTime makes a connection read times that time.Time or its text forms cannot represent,
+// infinity among them, as the first day of year 1 or the last day of year 9999. Rows from before
+// schema version 8, and rows of other roles, may hold such times.
+func takeAnyTime(conn *pgx.Conn) {
+	conn.TypeMap().RegisterType(&pgtype.Type{Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: anyTime{&pgtype.TimestamptzCodec{}}})
+}
+
+type anyTime struct{ *pgtype.TimestamptzCodec }
+
+func (c anyTime) PlanScan(types *pgtype.Map, oid uint32, format int16, target any) pgtype.ScanPlan {
+	if _, ok := target.(pgtype.TimestamptzScanner); !ok {
+		return nil
+	}
+	return anyTimeScan{c.TimestamptzCodec.PlanScan(types, oid, format, new(pgtype.Timestamptz))}
+}
+
+type anyTimeScan struct{ plan pgtype.ScanPlan }
+
+func (s anyTimeScan) Scan(src []byte, target any) error {
+	var read pgtype.Timestamptz
+	if err := s.plan.Scan(src, &read); err != nil {
+		return err
+	}
+	first, last := time.Date(1, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(9999, 12, 31, 0, 0, 0, 0, time.UTC)
+	switch {
+	case !read.Valid:
+	case read.InfinityModifier == pgtype.Infinity, read.InfinityModifier == pgtype.Finite && read.Time.After(last):
+		read = pgtype.Timestamptz{Time: last, Valid: true}
+	case read.InfinityModifier == pgtype.NegativeInfinity, read.Time.Before(first):
+		read = pgtype.Timestamptz{Time: first, Valid: true}
+	}
+	return target.(pgtype.TimestamptzScanner).ScanTimestamptz(read)
 }

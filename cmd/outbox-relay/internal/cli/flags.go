@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
@@ -36,12 +37,12 @@ func AddOption(flags *pflag.FlagSet, name, kind, standard, usage string, parse f
 
 // AddDuration adds a flag from lowest to highest. The help shows the bounds.
 func AddDuration(flags *pflag.FlagSet, target *time.Duration, name string, standard, lowest, highest time.Duration, usage string) {
-	want := ShortDuration(lowest) + " to " + ShortDuration(highest)
+	want := human.Exact(lowest) + " to " + human.Exact(highest)
 	*target = standard
-	AddOption(flags, name, "duration", ShortDuration(standard), usage+" ("+want+")", func(text string) error {
+	AddOption(flags, name, "duration", human.Exact(standard), usage+" ("+want+")", func(text string) error {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < lowest || d > highest {
-			return fmt.Errorf("want a duration such as %s, %s", ShortDuration(standard), want)
+			return fmt.Errorf("want a duration such as %s, %s", human.Exact(standard), want)
 		}
 		*target = d
 		return nil
@@ -67,12 +68,15 @@ func AddInt(flags *pflag.FlagSet, target *int, name string, standard, lowest, hi
 
 // AddChoice adds a flag that has one of the choices. The help shows them.
 func AddChoice(flags *pflag.FlagSet, target *string, name string, choices []string, standard, usage string) {
+	addChoice(flags, name, choices, standard, usage, func(text string) error { *target = text; return nil })
+}
+
+func addChoice(flags *pflag.FlagSet, name string, choices []string, standard, usage string, set func(string) error) {
 	AddOption(flags, name, "string", standard, usage+" ("+strings.Join(choices, ", ")+")", func(text string) error {
 		if !slices.Contains(choices, text) {
 			return errors.New("want one of " + strings.Join(choices, ", "))
 		}
-		*target = text
-		return nil
+		return set(text)
 	})
 }
 
@@ -95,18 +99,6 @@ func CommandLineOnly(flags *pflag.FlagSet, names ...string) {
 		f := flags.Lookup(name)
 		f.Annotations = map[string][]string{annotationCommandLine: {}}
 	}
-}
-
-// ShortDuration writes a duration without its zero units: 10m, not 10m0s.
-func ShortDuration(d time.Duration) string {
-	text := d.String()
-	if strings.HasSuffix(text, "m0s") {
-		text = strings.TrimSuffix(text, "0s")
-	}
-	if strings.HasSuffix(text, "h0m") {
-		text = strings.TrimSuffix(text, "0m")
-	}
-	return text
 }
 
 // Shown quotes a value that the user gave, unless it may hold a secret: a database URL easily ends
@@ -145,12 +137,7 @@ func Into(target **string) func(string) error {
 
 // AddOneOf adds a flag that has one of the known texts. The target stays nil unless it is given.
 func AddOneOf(flags *pflag.FlagSet, target **string, name, usage string, known []string) {
-	AddOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
-		if !slices.Contains(known, text) {
-			return errors.New("want one of " + strings.Join(known, ", "))
-		}
-		return Into(target)(text)
-	})
+	addChoice(flags, name, known, "", usage, Into(target))
 }
 
 // AgeMax is far above the age of any stored row.
@@ -176,4 +163,48 @@ func (s *Settings) AddJSON(cmd *cobra.Command) {
 // AddJSONLines adds --json to a command that prints a list.
 func (s *Settings) AddJSONLines(cmd *cobra.Command) {
 	AddBool(cmd.Flags(), &s.JSON, "json", "print one JSON object per line")
+}
+
+// NoArgs refuses all arguments. It quotes them only through Shown: one may be a database URL.
+func NoArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("%s takes no argument, got %s: see %s --help", cmd.CommandPath(), Shown(args[0]), cmd.CommandPath())
+	}
+	return nil
+}
+
+// Arguments requires least to most arguments. what describes them in the error, as "one number".
+func Arguments(what string, least, most int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) < least || len(args) > most {
+			return fmt.Errorf("%s takes %s: see %s --help", cmd.CommandPath(), what, cmd.CommandPath())
+		}
+		return nil
+	}
+}
+
+// OneID requires one argument, the ID of a row, and calls set with it.
+func OneID(set func(id string) error) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) != 1 {
+			return fmt.Errorf("%s takes one ID: see %s --help", cmd.CommandPath(), cmd.CommandPath())
+		}
+		if args[0] == "" || len(args[0]) > 1024 || !utf8.ValidString(args[0]) || strings.ContainsRune(args[0], 0) {
+			return errors.New("ID: want 1 to 1024 bytes of UTF-8")
+		}
+		if err := set(args[0]); err != nil {
+			return fmt.Errorf("%s: %w", Shown(args[0]), err)
+		}
+		return nil
+	}
+}
+
+// OptionalID is OneID of a command that can also choose rows by flags.
+func OptionalID(set func(id string) error) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return nil
+		}
+		return OneID(set)(cmd, args)
+	}
 }

@@ -1,9 +1,19 @@
 package command
 
 import (
+	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"io"
+	"maps"
+	"slices"
+	"strings"
+	"unicode/utf8"
 
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -45,4 +55,117 @@ func list[T any](out io.Writer, asJSON bool, all []T, none, header string, row f
 		text += row(one) + "\n"
 	}
 	return terminal.Write(out, terminal.Table(text))
+}
+
+// Widths of columns, in characters.
+const (
+	keyWidth   = 32
+	errorWidth = 72
+	// kafkaErrorWidth is larger: the text holds the commands that end a hanging transaction.
+	kafkaErrorWidth = 1000
+)
+
+func keyText(key human.Key) string {
+	if key == nil {
+		return "-"
+	}
+	if len(key) == 0 {
+		return `""`
+	}
+	return terminal.Clip(key.String(), keyWidth)
+}
+
+func fullKey(key human.Key) string {
+	switch {
+	case key == nil:
+		return "none: nothing waits behind it"
+	case len(key) == 0:
+		return `""`
+	}
+	return key.String()
+}
+
+// payload is a payload as --json shows it.
+type payload struct {
+	Payload          *string `json:"payload"`        // null: not stored, a tombstone, or not text
+	PayloadBase64    *string `json:"payload_base64"` // null: not stored, a tombstone, or text
+	PayloadTruncated bool    `json:"payload_truncated"`
+	bytes            *int64
+	read             int
+}
+
+// payloadFlags are --payload and --full.
+type payloadFlags struct{ payload, full bool }
+
+func (p *payloadFlags) add(flags *pflag.FlagSet, what string) {
+	cli.AddBool(flags, &p.payload, "payload", "also show "+what)
+	cli.AddBool(flags, &p.full, "full", "with --payload: do not cut")
+	cli.CommandLineOnly(flags, "payload", "full")
+}
+
+// bytesMax is how much of a payload is read.
+func (p *payloadFlags) bytesMax() int64 {
+	switch {
+	case !p.payload:
+		return 0
+	case p.full:
+		return 1 << 30
+	}
+	return payloadShown
+}
+
+// newPayload takes the bytes read of a payload, and the size of the whole payload.
+func newPayload(read []byte, bytes *int64) payload {
+	p := payload{bytes: bytes, read: len(read)}
+	if bytes == nil {
+		return p
+	}
+	p.PayloadTruncated = int64(len(read)) < *bytes
+	if text, ok := payloadText(read, p.PayloadTruncated); ok {
+		p.Payload = &text
+	} else {
+		p.PayloadBase64 = new(base64.StdEncoding.EncodeToString(read))
+	}
+	return p
+}
+
+// printAs writes the bytes read of a payload that is stored.
+func (p payload) printAs(text *strings.Builder, name string) {
+	if p.Payload != nil {
+		terminal.Block(text, name, human.Count(*p.bytes, "byte")+" of text")
+		terminal.Indent(text, *p.Payload)
+	} else {
+		terminal.Block(text, name, human.Count(*p.bytes, "byte")+", in base64")
+		terminal.Indent(text, *p.PayloadBase64)
+	}
+	if p.PayloadTruncated {
+		terminal.Add(text, "  (the first %d bytes: --full shows all)\n", p.read)
+	}
+}
+
+// payloadText returns the payload as text, if it is UTF-8. The last character of a truncated
+// payload may be incomplete.
+func payloadText(payload []byte, truncated bool) (text string, ok bool) {
+	for range utf8.UTFMax {
+		if utf8.Valid(payload) {
+			return string(payload), true
+		}
+		if !truncated || len(payload) == 0 {
+			break
+		}
+		payload = payload[:len(payload)-1]
+	}
+	return "", false
+}
+
+// printHeaders writes the headers as they are stored: see docs/reference/schema.md, outbox.
+func printHeaders(text *strings.Builder, stored json.RawMessage) {
+	var headers map[string]json.RawMessage
+	if json.Unmarshal(stored, &headers) != nil || len(headers) == 0 {
+		return
+	}
+	text.WriteString("headers\n")
+	for _, name := range slices.Sorted(maps.Keys(headers)) {
+		terminal.Add(text, "  %s: %s\n", name, terminal.Printable(string(headers[name])))
+	}
 }

@@ -14,7 +14,7 @@ import (
 )
 
 func newBench(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "bench",
 		Short: "Measure the consumer or the relay against the textbook way",
 		Long: `Measure the consumer or the relay against the textbook way, in turns in one run.
@@ -22,9 +22,7 @@ func newBench(s *cli.Settings) *cobra.Command {
 Without addresses it starts PostgreSQL (downloaded at the first run) and an in-process Kafka. With
 --database-url and --brokers it uses a schema, topics and groups of its own there, and removes them at
 the end. Run it on an idle machine; only the ratios count.`,
-	}
-	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s))
-	return cmd
+	}, newBenchConsume(s), newBenchRelay(s))
 }
 
 func newBenchConsume(s *cli.Settings) *cobra.Command {

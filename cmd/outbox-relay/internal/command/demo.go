@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -109,13 +110,16 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	defer on.stop(ctx, &err)
 	d.options.Session = demo.SessionDefault
 	if on.kafka.Kind == servers.KindEmbedded {
-		d.options.Session, d.options.Fake = sessionEmbedded, true
+		d.options.Session = sessionEmbedded
 	}
 	d.options.Command = d.ChildCommand(program, "demo", "--"+flagDemoProcess)
 	d.options.DatabaseURL, d.options.Brokers = on.postgres.URL, on.kafka.Brokers
-	d.options.Progress = (&demoScreen{Screen: screen}).progress
+	d.options.Progress = func(p demo.Progress) {
+		screen.Step("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d  %s",
+			p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes, p.Phase)
+	}
 	screen.Line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
-		d.options.Orders, cli.ShortDuration(d.options.Duration), d.options.Seed))
+		d.options.Orders, human.Exact(d.options.Duration), d.options.Seed))
 	report, err := demo.Run(ctx, d.options)
 	screen.End()
 	if err != nil {
@@ -129,25 +133,6 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 		Postgres: on.postgres.Description, Kafka: on.kafka.Description,
 	}
 	return answer(d.out, d.JSON, result, result.text(), result.Held)
-}
-
-// demoScreen shows the progress of the demo.
-type demoScreen struct {
-	*terminal.Screen
-	last  time.Time
-	phase string
-}
-
-func (s *demoScreen) progress(p demo.Progress) {
-	text := fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
-		p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes)
-	switch {
-	case s.Overwrites():
-		s.Overwrite(text)
-	case p.Phase != s.phase || time.Since(s.last) >= terminal.LineEvery:
-		s.last, s.phase = time.Now(), p.Phase
-		s.Line(text + "  " + p.Phase)
-	}
 }
 
 // demoResult is the last line of "demo --json".

@@ -14,11 +14,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-type doctorReport struct {
-	Well     bool             `json:"well"`
-	Findings []doctor.Finding `json:"findings"`
-}
-
 // doctorOptions are the flags of the command.
 type doctorOptions struct {
 	limit         time.Duration
@@ -51,8 +46,8 @@ Exit status 1 if a check fails; warnings do not count.
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := examine(cmd.Context(), s, options)
-			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
-			return answer(cmd.OutOrStdout(), s.JSON, report, findingsText(findings), report.Well)
+			well := doctor.Well(findings)
+			return answer(cmd.OutOrStdout(), s.JSON, map[string]any{"well": well, "findings": findings}, findingsText(findings), well)
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
@@ -89,13 +84,13 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	}
 	findings = append(findings, tables...)
 	if !doctor.Well(tables) {
-		return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, nil, options)...)
+		return append(findings, examineKafka(ctx, s, nil, options)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Definitions(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Pipeline(limited, conn, s.Schema, options.lagAgeMax)...)
-	return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, conn, options)...)
+	return append(findings, examineKafka(ctx, s, conn, options)...)
 }
 
 // examineKafka skips the topics if the database could not be read: db is nil then.

@@ -65,31 +65,27 @@ with the error.`,
 
 func explain(ctx context.Context, s *cli.Settings, q inspect.Question, out io.Writer, logger *slog.Logger) error {
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		kafka, err := openKafka(s, logger)
-		if err != nil {
-			return err
-		}
-		if kafka != nil {
-			defer kafka.Client.Close()
-		}
-		found, err := inspect.Explain(ctx, conn, kafka, q)
-		if err != nil {
-			return err
-		}
-		return answer(out, s.JSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
+		return withKafka(s, logger, func(kafka *inspect.Kafka) error {
+			found, err := inspect.Explain(ctx, conn, kafka, q)
+			if err != nil {
+				return err
+			}
+			return answer(out, s.JSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
+		})
 	})
 }
 
-// openKafka returns nil without brokers.
-func openKafka(s *cli.Settings, logger *slog.Logger) (*inspect.Kafka, error) {
+// withKafka runs work with what reads topics: nil without brokers.
+func withKafka(s *cli.Settings, logger *slog.Logger, work func(*inspect.Kafka) error) error {
 	if len(s.Brokers) == 0 {
-		return nil, nil //nolint:nilnil // not given is no error
+		return work(nil)
 	}
 	client, err := s.KafkaClient(cli.ReadMax)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	return &inspect.Kafka{Client: client, Options: s.KafkaOptions(logger)}, nil
+	defer client.Close()
+	return work(&inspect.Kafka{Client: client, Options: s.KafkaOptions(logger)})
 }
 
 // event is a line of the timeline.

@@ -3,7 +3,6 @@ package command
 import (
 	"context"
 	"errors"
-	"io"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -52,7 +51,11 @@ divide a replay of millions of rows by time.`,
 				if err != nil {
 					return err
 				}
-				return r.print(cmd.OutOrStdout(), s.JSON)
+				text := "would be published again; nothing was done: --yes publishes them"
+				if yes {
+					text = "put into the outbox again, from where relays publish them"
+				}
+				return say(cmd.OutOrStdout(), s.JSON, r, "%s %s\n", human.Count(r.Rows, "row"), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -86,12 +89,4 @@ func addTime(flags *pflag.FlagSet, name, usage string, set func(time.Time)) {
 		set(at)
 		return nil
 	})
-}
-
-func (r replayed) print(out io.Writer, asJSON bool) error {
-	text := "would be published again; nothing was done: --yes publishes them"
-	if r.Done {
-		text = "put into the outbox again, from where relays publish them"
-	}
-	return say(out, asJSON, r, "%s %s\n", human.Count(r.Rows, "row"), text)
 }

@@ -2,14 +2,28 @@ package command
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
 	"log/slog"
+	"net"
+	"net/http"
+	"regexp"
 	"runtime/debug"
+	"strconv"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
@@ -42,8 +56,7 @@ signal ends the process at once; the next replica then publishes the last rows a
 It waits for an unreachable database: at the start for --database-wait, later indefinitely. What the database refuses,
 such as a password, is an error at once.
 
-  outbox-relay run --listen :9464                   # in a container
-  outbox-relay run --pprof-address 127.0.0.1:6060   # profiles`,
+  outbox-relay run --listen :9464   # in a container`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return r.run(cmd.Context(), s.Logger(cmd.ErrOrStderr()))
 		},
@@ -62,7 +75,6 @@ such as a password, is an error at once.
 	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
 	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)
-	s.Check(cmd, r.endpoints.Validate)
 	return cmd
 }
 
@@ -105,14 +117,8 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 
 // lookForBrokers only warns: rows wait in the outbox until a broker answers.
 func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
-	client, err := r.KafkaClient(cli.BrokersMax)
-	if err != nil {
-		return // the relay's own client reports the same error
-	}
-	defer client.Close()
-	limited, cancel := context.WithTimeout(ctx, cli.BrokersMax)
-	defer cancel()
-	if err := client.Ping(limited); err != nil && ctx.Err() == nil {
+	err := r.AskKafka(ctx, cli.BrokersMax, func(ctx context.Context, client *kgo.Client) error { return client.Ping(ctx) })
+	if err != nil && ctx.Err() == nil {
 		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network, TLS and credentials",
 			"brokers", strings.Join(r.Brokers, ","), "error", err)
 	}
@@ -131,4 +137,211 @@ func relaxCollector() {
 	if before := debug.SetGCPercent(gcPercent); before != gcPercentOfGo {
 		debug.SetGCPercent(before)
 	}
+}
+
+// watchConnections are database connections for metrics and readiness, so that neither waits for
+// the relay's connections, nor takes them from it.
+const watchConnections = 2
+
+// watch serves health and metrics until the relay has stopped. Nil does nothing: --listen off.
+type watch struct {
+	at      net.Addr
+	state   *monitor.State
+	metrics *metrics.Metrics
+	server  *monitor.Server
+	pool    *pgxpool.Pool // nil until begin
+
+	stops []context.CancelFunc
+	work  sync.WaitGroup
+}
+
+// openWatch listens before anything else happens, so that probes see a starting replica.
+func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, error) {
+	if r.endpoints.addr == "" {
+		return nil, nil //nolint:nilnil // see watch
+	}
+	var config net.ListenConfig
+	listener, err := config.Listen(ctx, "tcp", r.endpoints.addr)
+	switch {
+	case err != nil && r.endpoints.listen.Changed:
+		return nil, fmt.Errorf("cannot listen on %s: %w: give another --listen, or off", r.endpoints.addr, err)
+	case err != nil:
+		// The address is only the default: another relay on this machine must not prevent
+		// publishing.
+		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the default address is in use; give --listen", "error", err)
+		return nil, nil //nolint:nilnil // see watch
+	}
+	state := monitor.NewState()
+	w := &watch{at: listener.Addr(), state: state, metrics: metrics.New(metrics.Config{
+		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: state,
+	})}
+	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
+	lives := w.lives(ctx)
+	w.work.Go(func() {
+		if err := w.server.Run(lives, listener); err != nil {
+			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
+		}
+	})
+	return w, nil
+}
+
+// lives returns a context that close ends, later than the relay's.
+func (w *watch) lives(ctx context.Context) context.Context {
+	lives, stop := context.WithCancel(context.WithoutCancel(ctx))
+	w.stops = append(w.stops, stop)
+	return lives
+}
+
+func (w *watch) hooks() relay.Hooks {
+	if w == nil {
+		return relay.Hooks{}
+	}
+	return w.metrics.Hooks()
+}
+
+// begin also starts to watch the database of the relay's pool.
+func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logger) error {
+	if w == nil {
+		return nil
+	}
+	reach := "this machine"
+	if tcp, is := w.at.(*net.TCPAddr); !is || !tcp.IP.IsLoopback() {
+		reach = "other machines too"
+	}
+	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach)
+	config := pool.Config()
+	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
+	lives := w.lives(ctx)
+	own, err := pgxpool.NewWithConfig(lives, config)
+	if err != nil {
+		return err
+	}
+	w.pool = own
+	w.server.Ask(own)
+	w.work.Go(func() { w.metrics.Watch(lives, own) })
+	w.state.Running()
+	context.AfterFunc(ctx, w.state.Draining)
+	return nil
+}
+
+// close stops everything. Call it after the relay has stopped.
+func (w *watch) close() {
+	if w == nil {
+		return
+	}
+	for _, stop := range w.stops {
+		stop()
+	}
+	w.work.Wait()
+	if w.pool != nil {
+		w.pool.Close()
+	}
+}
+
+var topicPrefix = regexp.MustCompile(`^[a-zA-Z0-9._-]*$`)
+
+// addTopicPrefix adds the flag of relay.Config.TopicPrefix.
+func addTopicPrefix(flags *pflag.FlagSet, prefix *string) {
+	cli.AddText(flags, "topic-prefix", 200, "prefix of every topic's name in Kafka", func(text string) error {
+		*prefix = text
+		if !topicPrefix.MatchString(text) {
+			return errors.New("want letters, digits, dots, underscores and hyphens")
+		}
+		return nil
+	})
+}
+
+// Settings of the endpoints.
+const (
+	// listenStandard is only reachable from this machine.
+	listenStandard = "127.0.0.1:9464"
+	listenOff      = "off"
+)
+
+// endpoints configures what "run" serves over HTTP.
+type endpoints struct {
+	listen *pflag.Flag // to know whether it was set
+	addr   string      // empty: off
+	every  time.Duration
+}
+
+func (e *endpoints) addFlags(flags *pflag.FlagSet) {
+	cli.AddOption(flags, "listen", "address", listenStandard, "address of /healthz, /readyz and /metrics, as host:port, or off", e.parseListen)
+	e.listen = flags.Lookup("listen")
+	cli.AddDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two reads of the database for /metrics")
+}
+
+func (e *endpoints) parseListen(text string) error {
+	if text == listenOff {
+		e.addr = ""
+		return nil
+	}
+	host, port, err := net.SplitHostPort(text)
+	if err != nil || strings.ContainsAny(host, "/@ ") {
+		return errors.New("want host:port, :port for every address of this machine, or off")
+	}
+	if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return errors.New("want a port, 0 to 65535; 0 takes a free one")
+	}
+	e.addr = text
+	return nil
+}
+
+// readyBytesMax is above the size of any answer of /readyz.
+const readyBytesMax = 64 << 10
+
+func newReady(*cli.Settings) *cobra.Command {
+	var at endpoints
+	var timeout time.Duration
+	cmd := cli.Offline(&cobra.Command{
+		Use:   "ready",
+		Short: "Check that the relay on this machine is ready, as a container's health check",
+		Long: `Request /readyz of the relay on this machine, or in this container, and print the answer. --listen is the relay's own,
+so that one OUTBOX_LISTEN serves both. Exit status 1 if the relay is not ready, or does not answer. This checks the
+replica, not the pipeline: see "outbox-relay status".`,
+		Example: `  outbox-relay ready
+  outbox-relay ready --listen :9464`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if at.addr == "" {
+				return usageError{errors.New("--listen off: the relay does not listen; want its address")}
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			return askReady(ctx, at.addr, cmd.OutOrStdout())
+		},
+	})
+	cli.AddOption(cmd.Flags(), "listen", "address", listenStandard, "address of the relay's /readyz, as host:port", at.parseListen)
+	cli.AddDuration(cmd.Flags(), &timeout, "timeout", 3*time.Second, 10*time.Millisecond, time.Minute, "time limit of the answer")
+	return cmd
+}
+
+func askReady(ctx context.Context, address string, out io.Writer) error {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return err
+	}
+	if ip := net.ParseIP(host); host == "" || ip != nil && ip.IsUnspecified() { // every address, including localhost
+		address = net.JoinHostPort("localhost", port)
+	}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/readyz", http.NoBody)
+	if err != nil {
+		return err
+	}
+	client := http.Client{Transport: &http.Transport{Proxy: nil, DisableKeepAlives: true}} // a proxy would reach another machine
+	response, err := client.Do(request)
+	if err != nil {
+		return fmt.Errorf("no relay answers at %s: %w", address, errors.Unwrap(err))
+	}
+	defer func() { _ = response.Body.Close() }()
+	text, err := io.ReadAll(io.LimitReader(response.Body, readyBytesMax))
+	if err != nil {
+		return fmt.Errorf("read the answer of the relay at %s: %w", address, err)
+	}
+	if err := terminal.Say(out, "%s\n", strings.TrimSpace(string(text))); err != nil {
+		return err
+	}
+	if response.StatusCode != http.StatusOK {
+		return errUnhealthy
+	}
+	return nil
 }

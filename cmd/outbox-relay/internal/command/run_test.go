@@ -267,7 +267,7 @@ func TestEndpointsOfARun(t *testing.T) {
 	conn := connect(t, address)
 	environment := map[string]string{
 		"DATABASE_URL": address, "KAFKA_BROKERS": strings.Join(brokers, ","), "OUTBOX_LISTEN": "127.0.0.1:0",
-		"OUTBOX_PPROF_ADDRESS": "127.0.0.1:0", "OUTBOX_METRICS_INTERVAL": "1s", "OUTBOX_DRAIN_MAX": "1m",
+		"OUTBOX_METRICS_INTERVAL": "1s", "OUTBOX_DRAIN_MAX": "1m",
 	}
 	stderr, end := inBackground(t, environment, "run")
 	base := listening(t, stderr)
@@ -278,8 +278,7 @@ func TestEndpointsOfARun(t *testing.T) {
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic, payload) VALUES ('never-created', 'CANARY-payload')")
 	testwait.Chan(t, "a record is produced", arrived)
 	awaitGet(t, base+"/metrics", contains(200, `effectonce_outbox_pending_messages{relay="default"}`))
-	profiles := "http://" + regexp.MustCompile(`pprof_address=(\S+)`).FindStringSubmatch(stderr.String())[1] + "/debug/pprof/"
-	for _, address := range []string{base + "/healthz", base + "/readyz", base + "/metrics", profiles, profiles + "heap?debug=1", profiles + "goroutine?debug=2", profiles + "allocs"} {
+	for _, address := range []string{base + "/healthz", base + "/readyz", base + "/metrics"} {
 		code, body := get(t, address)
 		assert.Equal(t, 200, code, address)
 		for _, secret := range []string{"CANARY", conn.Config().Password} {
@@ -300,8 +299,7 @@ func TestEndpointsOfARun(t *testing.T) {
 	assert.Zero(t, code, "nobody listens any more")
 }
 
-// Row S9 of guarantees.md: by default only this machine reaches the endpoints, and there is no
-// pprof. If the default address is in use the relay publishes anyway; if an address was given, it
+// Row S9 of guarantees.md: by default only this machine reaches the endpoints. If the default address is in use the relay publishes anyway; if an address was given, it
 // is required.
 func TestWhereARelayListens(t *testing.T) {
 	t.Parallel()
@@ -335,12 +333,10 @@ func TestEndpointSettingsAreRefused(t *testing.T) {
 		args []string
 		want string
 	}{
-		"no port":       {[]string{"--listen", "127.0.0.1"}, `--listen "127.0.0.1": want host:port, :port for every address of this machine, or off`},
-		"no number":     {[]string{"--listen", "127.0.0.1:http"}, `want a port, 0 to 65535`},
-		"a URL":         {[]string{"--listen", "http://127.0.0.1:1"}, `want host:port`},
-		"often":         {[]string{"--metrics-interval", "1ms"}, `--metrics-interval "1ms": want a duration such as 15s, 1s to 10m`},
-		"pprof for all": {[]string{"--pprof-address", ":6060"}, "want host:port with a loopback IP"},
-		"pprof nowhere": {[]string{"--pprof-address", "127.0.0.1:0", "--listen", "off"}, "--pprof-address with --listen off"},
+		"no port":   {[]string{"--listen", "127.0.0.1"}, `--listen "127.0.0.1": want host:port, :port for every address of this machine, or off`},
+		"no number": {[]string{"--listen", "127.0.0.1:http"}, `want a port, 0 to 65535`},
+		"a URL":     {[]string{"--listen", "http://127.0.0.1:1"}, `want host:port`},
+		"often":     {[]string{"--metrics-interval", "1ms"}, `--metrics-interval "1ms": want a duration such as 15s, 1s to 10m`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -21,7 +21,7 @@ import (
 )
 
 func newTopics(s *cli.Settings) *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "topics",
 		Short: "Pause and resume topics",
 		Long: `Pause and resume topics. The rows of a paused topic, and the rows behind them in their keys, wait in outbox_dead; all
@@ -29,27 +29,16 @@ other topics continue. After a resume they are published in order.
 
   outbox-relay topics pause orders --why "consumer has a bug, see INC-12"
   outbox-relay topics resume orders`,
-	}
-	cmd.AddCommand(newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
-	return cmd
+	}, newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
 }
 
-// topicsChange holds the flags that pause and resume share.
-type topicsChange struct {
-	by operator.By
-}
-
-func (c *topicsChange) add(s *cli.Settings, cmd *cobra.Command) {
-	addBy(s, cmd, &c.by, "by hand")
-}
-
-// run runs a change on the schema, as the operator. The time limit includes wait.
-func (c *topicsChange) run(ctx context.Context, s *cli.Settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
+// ofRelay runs work on the schema, for a relay that is known. The time limit includes wait.
+func ofRelay(ctx context.Context, s *cli.Settings, by operator.By, wait time.Duration, work func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
 	return s.OnSchemaFor(ctx, cli.ChangeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
 		if err := knowsRelay(ctx, s, pool); err != nil {
 			return err
 		}
-		return change(ctx, pool, relayOperator(s, c.by))
+		return work(ctx, pool, relayOperator(s, by))
 	})
 }
 
@@ -58,7 +47,7 @@ func relayOperator(s *cli.Settings, by operator.By) relay.Operator {
 }
 
 func newTopicsPause(s *cli.Settings) *cobra.Command {
-	var c topicsChange
+	var by operator.By
 	var wait time.Duration
 	var force bool
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
@@ -75,7 +64,7 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 --brokers only its rows count.`,
 		Args: cli.Arguments("at least one topic", 1, math.MaxInt),
 		RunE: func(cmd *cobra.Command, topics []string) error {
-			return c.run(cmd.Context(), s, wait, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
+			return ofRelay(cmd.Context(), s, by, wait, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				if !force {
 					if err := refuseUnknown(ctx, s, pool, by, topics); err != nil {
 						return err
@@ -94,7 +83,7 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 			})
 		},
 	}, cli.FlagDatabaseURL))
-	c.add(s, cmd)
+	addBy(s, cmd, &by, "by hand")
 	cli.AddDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: no wait")
 	cli.AddBool(cmd.Flags(), &force, "force", "also pause topics that neither exist nor have rows")
 	cli.CommandLineOnly(cmd.Flags(), "force")
@@ -161,14 +150,14 @@ func refuseUnknown(ctx context.Context, s *cli.Settings, pool *pgxpool.Pool, by 
 }
 
 func newTopicsResume(s *cli.Settings) *cobra.Command {
-	var c topicsChange
+	var by operator.By
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "resume TOPIC...",
 		Short: "Publish the rows of paused topics",
 		Long:  `Publish the rows of paused topics, in order. The relay resumes within three seconds. The change is recorded.`,
 		Args:  cli.Arguments("at least one topic", 1, math.MaxInt),
 		RunE: func(cmd *cobra.Command, topics []string) error {
-			return c.run(cmd.Context(), s, 0, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
+			return ofRelay(cmd.Context(), s, by, 0, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				changed, err := relay.Resume(ctx, pool, by, topics...)
 				if err != nil {
 					return err
@@ -177,7 +166,7 @@ func newTopicsResume(s *cli.Settings) *cobra.Command {
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	c.add(s, cmd)
+	addBy(s, cmd, &by, "by hand")
 	return cmd
 }
 
@@ -206,11 +195,8 @@ func newTopicsList(s *cli.Settings) *cobra.Command {
 		Use:   "list",
 		Short: "Show which topics are paused, since when and why",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				if err := knowsRelay(ctx, s, pool); err != nil {
-					return err
-				}
-				paused, err := relay.PausedTopics(ctx, pool, relayOperator(s, operator.By{}))
+			return ofRelay(cmd.Context(), s, operator.By{}, 0, func(ctx context.Context, pool *pgxpool.Pool, of relay.Operator) error {
+				paused, err := relay.PausedTopics(ctx, pool, of)
 				if err != nil {
 					return err
 				}

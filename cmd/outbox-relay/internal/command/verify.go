@@ -12,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
 )
@@ -63,22 +64,19 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 }
 
 func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, out, progress io.Writer, logger *slog.Logger) error {
+	screen := terminal.NewScreen(progress)
+	if screen.Overwrites() {
+		opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
+	}
 	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		kafka, err := openKafka(s, logger)
-		if err != nil {
-			return err
-		}
-		defer kafka.Client.Close()
-		screen := terminal.NewScreen(progress)
-		if screen.Overwrites() {
-			opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
-		}
-		report, err := verify.Run(ctx, conn, kafka, opts)
-		screen.End()
-		if err != nil {
-			return err
-		}
-		return answer(out, s.JSON, report, verifyText(report), report.Well)
+		return withKafka(s, logger, func(kafka *inspect.Kafka) error {
+			report, err := verify.Run(ctx, conn, kafka, opts)
+			screen.End()
+			if err != nil {
+				return err
+			}
+			return answer(out, s.JSON, report, verifyText(report), report.Well)
+		})
 	})
 }
 
@@ -104,7 +102,7 @@ func verifyText(r *verify.Report) string {
 		verify.Finding
 		text string
 	}{
-		{r.Missing, "published rows are not in their topic"},
+		{r.Missing, "published rows are not in their topic: lost, or in a compacted topic deleted since a later record has their key"},
 		{r.Duplicates, "records are duplicates"},
 		{r.OutOfOrder, "records come behind a later row of their key: the writer did not hold the key's lock when it inserted, or others write to the topic"},
 		{r.Unclaimed, "records before the group's position are not claimed"},

@@ -12,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -160,11 +161,11 @@ func TestOrdersAreWrittenDownOrNotGiven(t *testing.T) {
 func TestEffectsOfOrdersAreSaid(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.PoolWith(t, siteSQL)
-	known := &consumers.Extent{Start: 10, End: 60}
+	known := &topicscan.Span{Start: 10, End: 60}
 	for _, c := range []struct {
 		partition int32
 		at        int64
-		extent    *consumers.Extent
+		extent    *topicscan.Span
 		want      string
 	}{
 		{0, 41, nil, "1 offsets, from the position, 40, to 40: they are skipped"},
@@ -177,7 +178,7 @@ func TestEffectsOfOrdersAreSaid(t *testing.T) {
 		{0, consumers.AtEarliest, known, "30 offsets, from 10 to 39: they are delivered again"},
 		{0, consumers.AtLatest, known, "20 offsets, from the position, 40, to 59: they are skipped"},
 		// The partition lost its end: the position is behind it.
-		{0, consumers.AtLatest, &consumers.Extent{Start: 0, End: 5}, "35 offsets, from 5 to 39: they are delivered again"},
+		{0, consumers.AtLatest, &topicscan.Span{Start: 0, End: 5}, "35 offsets, from 5 to 39: they are delivered again"},
 		{1, 5, nil, "nothing of the partition is handled yet"},
 	} {
 		r, err := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: c.partition}, c.at, c.extent, true)
@@ -255,3 +256,5 @@ func TestMissingTopicsAreFound(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, missing)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -67,14 +68,8 @@ type Request struct {
 
 // Requests returns the requests that are not done, at most 1000.
 func Requests(ctx context.Context, db operator.Querier, schema string) ([]Request, error) {
-	return operator.Rows(ctx, db, "read requests to resume", schema, requestsSQL, func(row pgx.CollectableRow) (o Request, err error) {
-		err = row.Scan(&o.Group, &o.Topic, &o.Partition.Partition, &o.Position, &o.ResumeAt, &o.Holder)
-		return o, err
-	})
+	return operator.Rows(ctx, db, "read requests to resume", schema, requestsSQL, pgx.RowToStructByPos[Request])
 }
-
-// Extent is what Kafka has of a partition: offsets from Start to End.
-type Extent struct{ Start, End int64 }
 
 // Resumption is a request and what it replaces.
 type Resumption struct {
@@ -90,7 +85,7 @@ type Resumption struct {
 // AtEarliest or at AtLatest. With an extent, an offset outside of it is refused. A dry run only
 // returns what the request would do.
 func ResumeAt(
-	ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition, at int64, extent *Extent, dryRun bool,
+	ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition, at int64, extent *topicscan.Span, dryRun bool,
 ) (*Resumption, error) {
 	r := &Resumption{Request: Request{Partition: p, ResumeAt: at}, DryRun: dryRun}
 	err := change(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
@@ -103,12 +98,8 @@ func ResumeAt(
 		if r.Effect = effect(r.Position, at, extent); dryRun {
 			return nil
 		}
-		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, at); err != nil {
-			return err
-		}
-		return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
-			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": AtText(at), "position": r.Position, "before": r.Before,
-		})
+		text := AtText(at)
+		return r.store(ctx, tx, schema, by, &at, &text)
 	})
 	if err != nil {
 		return nil, err
@@ -126,14 +117,20 @@ func Cancel(ctx context.Context, db operator.Beginner, schema string, by operato
 		if canceled = r.Before != nil; !canceled {
 			return nil
 		}
-		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, nil); err != nil {
-			return err
-		}
-		return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
-			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": nil, "position": r.Position, "before": r.Before,
-		})
+		return r.store(ctx, tx, schema, by, nil, nil)
 	})
 	return canceled, err
+}
+
+// store stores and records where the partition resumes; nil: where it is.
+func (r *Resumption) store(ctx context.Context, tx pgx.Tx, schema string, by operator.By, at *int64, text *string) error {
+	p := r.Partition
+	if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, at); err != nil {
+		return err
+	}
+	return operator.Note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
+		"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": text, "position": r.Position, "before": r.Before,
+	})
 }
 
 // lock reads and locks the partition until the transaction ends.
@@ -159,7 +156,7 @@ func (r *Resumption) lock(ctx context.Context, tx pgx.Tx, schema string) error {
 }
 
 // within refuses an offset at which there is nothing to resume.
-func within(at int64, extent *Extent) error {
+func within(at int64, extent *topicscan.Span) error {
 	switch {
 	case extent == nil || at < 0:
 		return nil
@@ -179,7 +176,7 @@ const (
 )
 
 // effect describes what a request skips or repeats, as far as that is known.
-func effect(position *int64, at int64, extent *Extent) string {
+func effect(position *int64, at int64, extent *topicscan.Span) string {
 	if position == nil {
 		return "nothing of the partition is handled yet: it begins there, whatever offset Kafka has"
 	}

@@ -28,7 +28,6 @@ func short(t *testing.T) demo.Options {
 		Command:     []string{os.Args[0], childArgument},
 		DatabaseURL: pgtest.EmptyDatabase(t),
 		Brokers:     kafkatest.Brokers(t),
-		Fake:        kafkatest.Kafka(t).Fake != nil,
 		Orders:      900, Duration: 7 * time.Second, Session: 2 * time.Second, Seed: 7, Progress: func(demo.Progress) {},
 	}
 }

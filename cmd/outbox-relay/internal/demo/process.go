@@ -111,19 +111,6 @@ func (f *fleet) stop(ctx context.Context, r role, limit time.Duration) error {
 	return errors.Join(problems...)
 }
 
-// frozen returns the names of the frozen processes.
-func (f *fleet) frozen() []string {
-	var names []string
-	for _, p := range f.processes {
-		p.mu.Lock()
-		if p.frozen {
-			names = append(names, p.job.Name)
-		}
-		p.mu.Unlock()
-	}
-	return names
-}
-
 // crashes describes each unexpected end of a process.
 func (f *fleet) crashes() []string {
 	var all []string
@@ -179,7 +166,7 @@ func (p *process) watch(cmd *exec.Cmd) {
 		p.mu.Unlock()
 		return
 	}
-	crash := fmt.Errorf("%s ended unexpectedly with %w%s", p.job.Name, exitError(err), p.logTail())
+	crash := fmt.Errorf("%s ended unexpectedly with %s%s", p.job.Name, cmd.ProcessState, p.logTail())
 	p.crashes = append(p.crashes, crash.Error())
 	crashes := len(p.crashes)
 	p.mu.Unlock()
@@ -193,13 +180,6 @@ func (p *process) watch(cmd *exec.Cmd) {
 	if err := p.start(); err != nil {
 		p.fleet.failed <- err
 	}
-}
-
-func exitError(err error) error {
-	if err == nil {
-		return errors.New("exit status 0")
-	}
-	return err
 }
 
 // wait returns true when no child is running, false if ctx ends first.

@@ -90,11 +90,11 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 	}{
 		{"equal", week, "7 days", ""},
 		{"longer", week, "8 days", ""},
-		{"shorter", week, "167 hours", "topic " + week + " keeps messages for 7d, its dedup window is 6d23h"},
+		{"shorter", week, "167 hours", "topic " + week + " keeps messages for 168h, its dedup window is 167h"},
 		{"never deleted", ever, "3650 days", "keeps messages forever"},
 		{"only compacted", compacted, "30 days", "keeps messages forever"},
 		{"forever", ever, nil, ""},
-		{"bytes", bounded, "1 day", "keeps messages for 7d (at most 1073741824 bytes of a partition: retention.bytes, which does not limit the time)"},
+		{"bytes", bounded, "1 day", "keeps messages for 168h (at most 1073741824 bytes of a partition: retention.bytes, which does not limit the time)"},
 	} {
 		exec(t, conn, "DELETE FROM effectonce.consumers")
 		exec(t, conn, registerSQL, c.name, "g", []string{c.topic}, c.window)

@@ -4,11 +4,16 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"regexp"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -175,4 +180,109 @@ func Sequence(ctx context.Context, db operator.Querier, schema string) []Finding
 			"outbox.seq has a sequence cache of %d: messages of a key may be published out of order", cache)}
 	}
 	return []Finding{ok("sequence", "outbox.seq is handed out in order")}
+}
+
+// Limits on what blocks others. Transactions that write to an outbox are short; a busy server
+// starts xminAgeMax transactions within hours.
+const (
+	openMax    = 10 * time.Minute
+	xminAgeMax = 10_000_000
+)
+
+// OpenTransactions finds transactions that have been open for too long. Those that write keep the
+// relay's floor and their slot of the outbox; all of them keep vacuum from removing dead rows.
+func OpenTransactions(ctx context.Context, db operator.Querier) []Finding {
+	const check = "transactions"
+	var found []Finding
+	oldest := ""
+	var what, remedy string
+	var seconds float64
+	var writes bool
+	err := operator.Each(ctx, db, "read open transactions", migrations.DefaultSchema, openSQL, nil, []any{&what, &remedy, &seconds, &writes}, func() error {
+		open := age(seconds)
+		if oldest == "" && writes {
+			oldest = fmt.Sprintf("the oldest transaction that writes has been open for %s: %s; it does not stall the relay, but rows above its floor are kept", human.Duration(open), what)
+		}
+		switch {
+		case open < openMax:
+		case writes:
+			found = append(found, warn(check, remedy, "%s has written and has been open for %v: its rows are not published before it commits, its slot of the outbox is not truncated, and vacuum removes no row that died since", what, open))
+		default:
+			found = append(found, warn(check, remedy, "%s has held a snapshot for %v: vacuum removes no row that died since, and slots of the outbox that it has read (as pg_dump does) are not truncated", what, open))
+		}
+		return nil
+	})
+	switch {
+	case err != nil:
+		return broken(check, err)
+	case len(found) > 0:
+		return found
+	case oldest != "":
+		return []Finding{ok(check, "%s", oldest)}
+	}
+	return []Finding{ok(check, "no open transaction that writes (as far as this role may see)")}
+}
+
+// ReplicationSlots finds slots that no process reads, or whose reader is far behind. They keep dead
+// rows and, indefinitely, WAL.
+func ReplicationSlots(ctx context.Context, db operator.Querier) []Finding {
+	const check = "replication"
+	var found []Finding
+	var what, remedy string
+	var active bool
+	var behind, wal int64
+	err := operator.Each(ctx, db, "read what holds dead rows back", migrations.DefaultSchema, holdersSQL, nil, []any{&what, &remedy, &active, &behind, &wal}, func() error {
+		switch {
+		case !active:
+			found = append(found, warn(check, remedy, "no process reads %s: it keeps the dead rows of the last %s and %d MiB of WAL", what, human.Count(behind, "transaction"), wal>>20))
+		case behind > xminAgeMax:
+			found = append(found, warn(check, remedy, "%s is %s behind: vacuum keeps dead rows for it", what, human.Count(behind, "transaction")))
+		}
+		return nil
+	})
+	if err != nil {
+		return broken(check, err)
+	}
+	return orElse(found, ok(check, "no replication slot and no standby holds dead rows back"))
+}
+
+// Pooler finds out what is between this program and PostgreSQL. A pooler gives its clients cancel
+// keys of its own, so the process ID that the client was given is not the one of the backend that
+// answers. connect opens a connection of its own, because a pooler in statement mode closes the
+// connection at the first BEGIN.
+func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error)) []Finding {
+	const check = "pooler"
+	conn, err := connect(ctx)
+	if err != nil {
+		return broken(check, cmp.Or(ctx.Err(), err))
+	}
+	defer cli.HangUp(ctx, conn)
+	first, transactions, err := askBackend(ctx, conn)
+	switch {
+	case err != nil:
+		return broken(check, err)
+	case !transactions:
+		return []Finding{fail(check, "in pgbouncer.ini: pool_mode = transaction   # for this database and user; then RELOAD",
+			"the connection goes through a pooler in statement mode: nothing here works without transactions")}
+	case first == conn.PgConn().PID():
+		return []Finding{ok(check, "the connection goes to PostgreSQL directly")}
+	}
+	return []Finding{ok(check, "the connection goes through a pooler; the relay works with it, \"outbox-relay migrate\" needs a direct connection to PostgreSQL: see docs/how-to/pgbouncer.md")}
+}
+
+// askBackend returns the PID of the backend that answers in a transaction, and whether transactions
+// are possible.
+func askBackend(ctx context.Context, conn *pgx.Conn) (pid uint32, transactions bool, err error) {
+	tx, err := conn.Begin(ctx)
+	var refused *pgconn.PgError
+	if errors.As(err, &refused) && strings.Contains(refused.Message, "statement pooling") {
+		return 0, false, nil
+	}
+	if err != nil {
+		return 0, false, fmt.Errorf("begin a transaction: %w", err)
+	}
+	if err := tx.QueryRow(ctx, backendSQL).Scan(&pid); err != nil {
+		return 0, false, fmt.Errorf("ask for the backend's PID: %w", err)
+	}
+	return pid, true, tx.Rollback(ctx)
 }

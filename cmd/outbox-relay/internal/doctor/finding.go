@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -31,8 +30,6 @@ type Finding struct {
 	Message  string   `json:"message"`
 	// always set for warn and fail; never a command that destroys stored data
 	Remedy string `json:"remedy,omitempty"`
-
-	late bool // the check ran out of time
 }
 
 func ok(check, format string, args ...any) Finding {
@@ -68,27 +65,11 @@ func message(format string, args []any) string {
 
 // broken is the finding of a check that could not run.
 func broken(check string, err error) []Finding {
-	f := fail(check, "fix the cause and run the check again", "the check itself failed: %v", err)
-	f.late = errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err)
-	return []Finding{f}
-}
-
-// Late replaces the findings of the checks that ran out of time by one.
-func Late(findings []Finding, limit time.Duration) []Finding {
-	var made []Finding
-	var late []string
-	for _, f := range findings {
-		if f.late {
-			late = append(late, f.Check)
-		} else {
-			made = append(made, f)
-		}
+	remedy := "fix the cause and run the check again"
+	if errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err) {
+		remedy = "raise --timeout; if that does not help, find out why the database is slow"
 	}
-	if len(late) == 0 {
-		return findings
-	}
-	return append(made, fail("timeout", "raise --timeout; if that does not help, find out why the database is slow",
-		"the database did not answer all checks within %v (--timeout); not checked: %s, and what depends on them", limit, strings.Join(late, ", ")))
+	return []Finding{fail(check, remedy, "the check itself failed: %v", err)}
 }
 
 // Well reports whether no finding is a failure.

@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
@@ -53,21 +54,14 @@ func Brokers(ctx context.Context, admin *kadm.Client, seeds string) []Finding {
 	return orElse(found, ok("brokers", "%d of %d brokers answer", len(meta.Brokers), len(meta.Brokers)))
 }
 
-// wantedTopic is a topic that rows of the outbox name.
-type wantedTopic struct {
-	// Approximate bytes of the largest waiting record; 0: only dead rows name the topic
-	largest int64
-}
-
 // Topics checks each topic that a waiting or a dead row names, with the relay's
 // prefix. The topic has to exist, the largest waiting row has to fit, and the topic has to
 // keep acknowledged records. ctx limits how long Topics waits for brokers.
 func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema, prefix string) []Finding {
-	wanted, err := wantedTopics(ctx, db, schema)
+	wanted, err := wantedTopics(ctx, db, schema, prefix)
 	if err != nil {
 		return broken("topics", err)
 	}
-	wanted = prefixed(wanted, prefix)
 	if len(wanted) == 0 {
 		return []Finding{ok("topics", "no waiting or dead row names a topic")}
 	}
@@ -160,13 +154,13 @@ func notWritable(name string, d kadm.TopicDetail) *Finding {
 }
 
 func missing(name string, details kadm.TopicDetails, replicas int) *Finding {
-	d, listed := details[name]
+	d := details[name]
 	var f Finding
 	switch {
-	case listed && d.Err == nil:
-		return nil
-	case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException):
+	case consumers.Absent(details, name):
 		f = fail("topic "+name, "create the topic: "+createTopic(name, replicas)+"   # the rows that wait for it are then published automatically", "it does not exist")
+	case d.Err == nil:
+		return nil
 	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
 		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic: the rows that wait for it are then published automatically", "not allowed: %v", d.Err)
 	default:
@@ -175,20 +169,21 @@ func missing(name string, details kadm.TopicDetails, replicas int) *Finding {
 	return &f
 }
 
-// topic checks the settings of a topic that exists.
-func topic(config kadm.ResourceConfig, wanted wantedTopic, detail kadm.TopicDetail) []Finding {
+// topic checks the settings of a topic that exists. largest is the size of the largest record that
+// waits for it; 0: only dead rows name it.
+func topic(config kadm.ResourceConfig, largest int64, detail kadm.TopicDetail) []Finding {
 	check := "topic " + config.Name
 	maxBytes, knownMax := setting(config, "max.message.bytes")
 	inSync, knownInSync := setting(config, "min.insync.replicas")
 	replicas := int64(detail.Partitions.NumReplicas())
 	var found []Finding
 	switch {
-	case knownMax && wanted.largest > maxBytes:
-		found = append(found, fail(check, alterTopic(config.Name, "max.message.bytes", wanted.largest)+"   # before the relay reaches the row; otherwise the row goes to outbox_dead",
-			"max.message.bytes is %d, the largest waiting row makes a record of about %d", maxBytes, wanted.largest))
-	case wanted.largest > relayBytesMax:
+	case knownMax && largest > maxBytes:
+		found = append(found, fail(check, alterTopic(config.Name, "max.message.bytes", largest)+"   # before the relay reaches the row; otherwise the row goes to outbox_dead",
+			"max.message.bytes is %d, the largest waiting row makes a record of about %d", maxBytes, largest))
+	case largest > relayBytesMax:
 		found = append(found, fail(check, "store the body elsewhere and publish a reference to it; outbox.Config.RecordBytesMax rejects such rows",
-			"the largest waiting row makes a record of about %d bytes, the relay publishes none above %d", wanted.largest, relayBytesMax))
+			"the largest waiting row makes a record of about %d bytes, the relay publishes none above %d", largest, relayBytesMax))
 	case knownMax && maxBytes < outbox.RecordBytesMaxDefault:
 		found = append(found, warn(check, alterTopic(config.Name, "max.message.bytes", messageBytesStandard)+"   # or set RecordBytesMax of the publishing programs below it",
 			"max.message.bytes is %d, but outbox.Publish accepts records of %d bytes by default", maxBytes, outbox.RecordBytesMaxDefault))
@@ -236,25 +231,13 @@ func createTopic(name string, replicas int) string {
 }
 
 func setting(config kadm.ResourceConfig, name string) (int64, bool) {
-	for _, entry := range config.Configs {
-		if entry.Key == name && entry.Value != nil {
-			n, err := strconv.ParseInt(*entry.Value, 10, 64)
-			return n, err == nil
-		}
-	}
-	return 0, false
+	n, err := strconv.ParseInt(text(config, name), 10, 64)
+	return n, err == nil
 }
 
-// prefixed returns the topics under their names in Kafka.
-func prefixed(wanted map[string]wantedTopic, prefix string) map[string]wantedTopic {
-	names := map[string]wantedTopic{}
-	for topic, w := range wanted {
-		names[prefix+topic] = w
-	}
-	return names
-}
-
-func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[string]wantedTopic, error) {
+// wantedTopics returns the topics that rows name, under their names in Kafka, with the approximate
+// bytes of the largest record that waits for each; 0: only dead rows name it.
+func wantedTopics(ctx context.Context, db operator.Querier, schema, prefix string) (map[string]int64, error) {
 	all, err := pipeline.ShardsOf(ctx, db, schema, "")
 	if err != nil {
 		return nil, err
@@ -264,16 +247,58 @@ func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[
 		return nil, err
 	}
 	overhead := int64((&outbox.Message{}).RecordBytes())
-	wanted := map[string]wantedTopic{}
+	wanted := map[string]int64{}
 	for name, largest := range waiting {
-		wanted[name] = wantedTopic{largest: overhead + largest}
+		wanted[prefix+name] = overhead + largest
 	}
 	dead, err := operator.Rows(ctx, db, "read topics of dead rows", schema, deadTopicsSQL, pgx.RowTo[string], TopicRowsMax)
 	if err != nil {
 		return nil, err
 	}
 	for _, name := range dead {
-		wanted[name] = wantedTopic{largest: wanted[name].largest}
+		wanted[prefix+name] = max(wanted[prefix+name], 0)
 	}
 	return wanted, nil
+}
+
+// ProgressTopic checks the topic in which relays with --exactly-once keep their progress.
+// There is no finding without the topic.
+func ProgressTopic(ctx context.Context, admin *kadm.Client, name string) []Finding {
+	check := "progress topic " + name
+	details, err := admin.ListTopics(ctx, name)
+	if err != nil {
+		return broken(check, err)
+	}
+	detail, listed := details[name]
+	if !listed || errors.Is(detail.Err, kerr.UnknownTopicOrPartition) {
+		return nil
+	}
+	if detail.Err != nil {
+		return []Finding{warn(check, "grant DESCRIBE, READ and WRITE on the topic", "it cannot be described: %v", detail.Err)}
+	}
+	var found []Finding
+	if n := len(detail.Partitions); n > 1 {
+		found = append(found, fail(check, "stop the relays, then start them with another --progress-topic: they create it with one partition", "it has %s: want 1", human.Count(n, "partition")))
+	}
+	configs, err := admin.DescribeTopicConfigs(ctx, name)
+	if err != nil || len(configs) == 0 || configs[0].Err != nil {
+		for _, c := range configs {
+			err = errors.Join(err, c.Err)
+		}
+		return append(found, warn(check, "grant DESCRIBE_CONFIGS on the topic", "its settings cannot be read: %v", err))
+	}
+	if !strings.Contains(text(configs[0], "cleanup.policy"), "compact") {
+		found = append(found, warn(check, "set its cleanup.policy to compact",
+			"it is not compacted: it grows, or loses the progress of an idle shard"))
+	}
+	return orElse(found, ok(check, "one partition, compacted"))
+}
+
+func text(config kadm.ResourceConfig, name string) string {
+	for _, entry := range config.Configs {
+		if entry.Key == name {
+			return entry.MaybeValue()
+		}
+	}
+	return ""
 }

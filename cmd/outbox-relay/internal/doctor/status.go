@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -265,4 +267,174 @@ func Pipeline(ctx context.Context, db operator.Querier, schema string, lagAgeMax
 		found = append(found, warn(check, remedy, "%s", note))
 	}
 	return orElse(found, ok(check, "well, with %s and %s", human.Count(len(s.Replicas), "replica"), human.Count(len(s.Consuming), "consumer")))
+}
+
+// PausedTopic is a topic whose rows wait until an operator resumes it.
+type PausedTopic struct {
+	Relay    string    `json:"relay"`
+	Topic    string    `json:"topic"`
+	Rows     int64     `json:"rows"` // rows that wait in outbox_dead, at most CountMax
+	Who      string    `json:"who"`
+	Why      string    `json:"why"`
+	PausedAt time.Time `json:"paused_at"`
+}
+
+// readPausedTopics reads the paused topics, also those without waiting rows: their next row waits.
+func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) (err error) {
+	s.PausedTopics, err = operator.Rows(ctx, db, "read paused topics", schema, pausedTopicsSQL, pgx.RowToStructByPos[PausedTopic], relay, pipeline.CountMax)
+	if err != nil {
+		return err
+	}
+	for _, p := range s.PausedTopics {
+		waiting := "none of its rows wait"
+		if p.Rows > 0 {
+			waiting = human.Count(p.Rows, "row") + " in outbox_dead"
+		}
+		s.Notes = append(s.Notes, fmt.Sprintf("relay %q: topic %s is paused since %s by %s (%s), %s: to end the pause, run \"outbox-relay topics resume %s --relay %s\"",
+			p.Relay, oneLine(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why), waiting, human.Word(p.Topic), human.Word(p.Relay)))
+	}
+	return nil
+}
+
+// deadProblem says what to do about the rows in outbox_dead. Rows of a paused topic, and rows behind
+// them, only need the pause to end.
+func (s *Status) deadProblem(r RelayStatus) string {
+	dead, paused := sum(r.Dead), r.Dead["paused"]
+	stopped := slices.ContainsFunc(s.PausedTopics, func(p PausedTopic) bool { return p.Relay == r.Relay })
+	switch {
+	case dead == 0:
+	// The pause has ended: they are published by themselves.
+	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead:
+	case paused > 0 && paused+r.Dead["behind"] == dead:
+		return fmt.Sprintf("%s%s of paused topics in outbox_dead: the notes have the commands that publish them", atLeast(r.DeadExact), human.Count(dead, "row"))
+	case paused > 0:
+		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"; %d more of paused topics: the notes have the commands that publish them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)
+	default:
+		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"", atLeast(r.DeadExact), human.Count(dead, "row"))
+	}
+	return ""
+}
+
+func (s *Status) readReplicas(ctx context.Context, db operator.Querier, schema, relay string) error {
+	all, err := relays.Replicas(ctx, db, schema)
+	if err != nil {
+		return err
+	}
+	for _, r := range all {
+		if relay == "" || r.Relay == relay {
+			s.Replicas = append(s.Replicas, r)
+		}
+	}
+	return nil
+}
+
+// replicas returns the live replicas of a relay.
+func (s *Status) replicas(relay string) (all []relays.Replica) {
+	for _, r := range s.Replicas {
+		if r.Relay == relay {
+			all = append(all, r)
+		}
+	}
+	return all
+}
+
+// owner returns the replica that holds a shard, or the zero value if nothing is known of it.
+func (s *Status) owner(of RelayStatus) *relays.Replica {
+	for i, r := range s.Replicas {
+		if r.Relay == of.Relay && r.Owner == of.Owner {
+			return &s.Replicas[i]
+		}
+	}
+	return &relays.Replica{}
+}
+
+// unheld explains why no replica holds a shard.
+func (s *Status) unheld(of RelayStatus) string {
+	alive := s.replicas(of.Relay)
+	if len(alive) == 0 {
+		return "rows wait and no replica runs: start \"outbox-relay run\""
+	}
+	for _, r := range alive {
+		if r.Stuck() {
+			return fmt.Sprintf("rows wait and no replica holds its lease: %q is stuck: restart it", r.Owner)
+		}
+	}
+	for _, r := range alive {
+		if r.Away() {
+			return waitsFor(&r)
+		}
+	}
+	return fmt.Sprintf("rows wait and no replica holds its lease, though %d run: see the log of %q", len(alive), alive[0].Owner)
+}
+
+// waitsFor says why the rows of a replica wait.
+func waitsFor(r *relays.Replica) string {
+	return fmt.Sprintf("rows wait, since Kafka or the receiver takes none from %q (%s): make it reachable, then the relay publishes automatically", r.Owner, r.Problem)
+}
+
+// judgeReplicas reports replicas that cannot publish. A replica that waits while no rows do is a
+// note: nothing is late.
+func (s *Status) judgeReplicas() {
+	for _, r := range s.Replicas {
+		switch {
+		case r.Stuck():
+			s.Problems = append(s.Problems, fmt.Sprintf("relay %q: replica %q is stuck: restart it (%s)", r.Relay, r.Owner, r.Problem))
+		case r.Away():
+			s.Notes = append(s.Notes, fmt.Sprintf("relay %q: Kafka or the receiver takes no rows from replica %q (%s)", r.Relay, r.Owner, r.Problem))
+		}
+	}
+}
+
+// Scheduled are the scheduled messages that are not in the outbox yet.
+type Scheduled struct {
+	Count        int64 `json:"count"` // at most CountMax
+	CountExact   bool  `json:"count_exact"`
+	Overdue      int64 `json:"overdue"` // due and still there, at most CountMax
+	OverdueExact bool  `json:"overdue_exact"`
+	Refused      int64 `json:"refused"` // by the outbox, see their column refused; at most CountMax
+	// OldestOverdueSeconds is the time since the first overdue or refused one was due; 0: there is none.
+	OldestOverdueSeconds float64 `json:"oldest_overdue_seconds"`
+}
+
+// ReadScheduled counts scheduled messages.
+func ReadScheduled(ctx context.Context, db operator.Querier, schema string) (Scheduled, error) {
+	var s Scheduled
+	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), pipeline.CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
+		return s, fmt.Errorf("count messages for later: %w", err)
+	}
+	s.CountExact, s.OverdueExact = s.Count <= pipeline.CountMax, s.Overdue <= pipeline.CountMax
+	s.Count, s.Overdue, s.Refused = min(s.Count, pipeline.CountMax), min(s.Overdue, pipeline.CountMax), min(s.Refused, pipeline.CountMax)
+	return s, nil
+}
+
+// age converts seconds to a duration, rounded for people.
+func age(seconds float64) time.Duration {
+	d := time.Duration(seconds * float64(time.Second))
+	if d < 10*time.Second {
+		return d.Round(time.Millisecond)
+	}
+	return d.Round(time.Second)
+}
+
+const repairCommand = "outbox-relay repair"
+
+// readSequences describes how a sequence of the outbox is behind the numbers that rows or ticks
+// have. Empty: none is.
+func readSequences(ctx context.Context, db operator.Querier, schema string) (behind string, err error) {
+	var is bool
+	var last, known, tick, tickKnown int64
+	var reused *int64
+	if err := db.QueryRow(ctx, inSchema(sequencesSQL, schema)).Scan(&is, &last, &known, &tick, &tickKnown, &reused); err != nil {
+		return "", fmt.Errorf("check the outbox's sequences: %w", err)
+	}
+	const cause = "caused by a copy by logical replication, TRUNCATE … RESTART IDENTITY, or setval"
+	switch {
+	case !is:
+		return "", nil
+	case last < known:
+		return fmt.Sprintf("the sequence of outbox.seq is at %d, and %d was given before: rows would be taken for published (%s)", last, known, cause), nil
+	case reused != nil:
+		return fmt.Sprintf("the row with seq %d has a number that was given before: it would be taken for published (%s)", *reused, cause), nil
+	}
+	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", tick, tickKnown, cause), nil
 }

@@ -249,3 +249,21 @@ func TestRemediesDestroyNothing(t *testing.T) {
 	assert.Greater(t, texts, 300)
 	assert.GreaterOrEqual(t, settings, 5)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+var (
+	connect = pgtest.Connect
+	exec    = pgtest.Exec
+)
+
+// only returns the one finding of a check.
+func only(t *testing.T, findings []doctor.Finding) doctor.Finding {
+	t.Helper()
+	require.Len(t, findings, 1, "%+v", findings)
+	f := findings[0]
+	if f.Severity != doctor.OK {
+		require.NotEmpty(t, f.Remedy, "%+v", f)
+	}
+	return f
+}

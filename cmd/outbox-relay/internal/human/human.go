@@ -2,11 +2,15 @@
 package human
 
 import (
+	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"regexp"
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 )
 
 // Count formats a number with a noun, whose plural ends in s: "1 row", "2 rows".
@@ -47,22 +51,16 @@ func Duration(d time.Duration) string {
 	return d.String()
 }
 
-// Exact formats all units of a duration, down to the second, for durations that are compared.
+// Exact formats a duration as flags read it, without its zero units: 10m, not 10m0s.
 func Exact(d time.Duration) string {
-	var text strings.Builder
-	for _, u := range []struct {
-		unit time.Duration
-		name string
-	}{{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "m"}, {time.Second, "s"}} {
-		if n := d / u.unit; n > 0 {
-			text.WriteString(strconv.FormatInt(int64(n), 10) + u.name)
-			d %= u.unit
-		}
+	text := d.String()
+	if strings.HasSuffix(text, "m0s") {
+		text = strings.TrimSuffix(text, "0s")
 	}
-	if text.Len() == 0 || d > 0 {
-		text.WriteString(Duration(d))
+	if strings.HasSuffix(text, "h0m") {
+		text = strings.TrimSuffix(text, "0m")
 	}
-	return text.String()
+	return text
 }
 
 // Word quotes a name for a shell, where that is needed.
@@ -77,3 +75,44 @@ var plainWord = regexp.MustCompile(`^[A-Za-z0-9_./:@-]+$`)
 
 // Seconds formats a number of seconds as Duration does.
 func Seconds(n float64) string { return Duration(time.Duration(n * float64(time.Second))) }
+
+// Key is the key of a message; nil: it has none.
+type Key []byte
+
+// base64Prefix marks keys that are not text.
+const base64Prefix = "base64:"
+
+// String returns the key as text, or base64: and its bytes if it is not printable text.
+func (k Key) String() string {
+	text := string(k)
+	if !Printable(text) || strings.HasPrefix(text, base64Prefix) {
+		return base64Prefix + base64.StdEncoding.EncodeToString(k)
+	}
+	return text
+}
+
+// ParseKey parses the result of String.
+func ParseKey(text string) (Key, error) {
+	encoded, is := strings.CutPrefix(text, base64Prefix)
+	if !is {
+		return Key(text), nil
+	}
+	key, err := base64.StdEncoding.DecodeString(encoded)
+	if err != nil {
+		return nil, fmt.Errorf("want standard base64 after %q", base64Prefix)
+	}
+	return key, nil
+}
+
+// MarshalJSON writes String, or null.
+func (k Key) MarshalJSON() ([]byte, error) {
+	if k == nil {
+		return []byte("null"), nil
+	}
+	return json.Marshal(k.String())
+}
+
+// Printable reports whether a text is valid UTF-8 that a terminal only displays.
+func Printable(text string) bool {
+	return utf8.ValidString(text) && strings.IndexFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) < 0
+}

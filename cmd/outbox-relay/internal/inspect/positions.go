@@ -35,20 +35,20 @@ type Position struct {
 	Group      string     `json:"group"`
 	Topic      string     `json:"topic"`
 	Partition  int32      `json:"partition"`
-	NextOffset *int64     `json:"next_offset"` // null: nothing handled yet
-	Start      *int64     `json:"start"`       // first offset that Kafka has; null: unknown
-	End        *int64     `json:"end"`         // offset of the next record; null: unknown
-	Lag        *int64     `json:"lag"`         // records that Kafka has from the position on
-	Deleted    *int64     `json:"deleted"`     // records from the position on that Kafka has deleted
+	NextOffset *int64     `json:"next_offset"`    // null: nothing handled yet
+	Start      *int64     `db:"-" json:"start"`   // first offset that Kafka has; null: unknown
+	End        *int64     `db:"-" json:"end"`     // offset of the next record; null: unknown
+	Lag        *int64     `db:"-" json:"lag"`     // records that Kafka has from the position on
+	Deleted    *int64     `db:"-" json:"deleted"` // records from the position on that Kafka has deleted
 	Epoch      int64      `json:"epoch"`
-	Owner      string     `json:"owner"`    // its last holder
-	Members    *int       `json:"members"`  // of the group, as Kafka knows them; null: unknown
-	Released   bool       `json:"released"` // its holder released it in good order
+	Owner      string     `json:"owner"`          // its last holder
+	Members    *int       `db:"-" json:"members"` // of the group, as Kafka knows them; null: unknown
+	Released   bool       `json:"released"`       // its holder released it in good order
 	RecordTime *time.Time `json:"record_time"`
 	CaughtUpAt *time.Time `json:"caught_up_at"`
 	AgeSeconds float64    `json:"age_seconds"` // since it moved
 	Trouble    string     `json:"trouble"`
-	Paused     bool       `json:"paused"` // by an operator
+	Paused     bool       `db:"-" json:"paused"` // by an operator
 	// Where an operator requested to resume, which is not done yet; -2: earliest, -1: latest
 	ResumeAt *int64 `json:"resume_at"`
 }
@@ -77,10 +77,7 @@ func ReadPositions(ctx context.Context, db operator.Querier, kafka *Kafka, schem
 		return nil, err
 	}
 	p.Shards = shards
-	p.Consumers, err = operator.Rows(ctx, db, "read positions", schema, positionsSQL, func(row pgx.CollectableRow) (c Position, err error) {
-		err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble, &c.ResumeAt)
-		return c, err
-	}, filter.Group, filter.Topic)
+	p.Consumers, err = operator.Rows(ctx, db, "read positions", schema, positionsSQL, pgx.RowToStructByPos[Position], filter.Group, filter.Topic)
 	if err != nil {
 		return nil, err
 	}
@@ -184,11 +181,11 @@ func (p *Positions) readEnds(ctx context.Context, kafka *Kafka) error {
 	for i := range p.Consumers {
 		c := &p.Consumers[i]
 		if extents[c.Topic] == nil {
-			found, err := topicscan.Extents(ctx, kafka.Client, time.Time{}, c.Topic)
+			found, err := topicscan.ExtentOf(ctx, kafka.Client, time.Time{}, c.Topic)
 			if err != nil {
 				return err
 			}
-			extents[c.Topic] = found[c.Topic]
+			extents[c.Topic] = found
 		}
 		span, known := extents[c.Topic][c.Partition]
 		if !known {

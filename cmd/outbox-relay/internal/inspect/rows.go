@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/dedup"
@@ -37,15 +38,13 @@ func query[T any](ctx context.Context, e *explainer, section, sql string, scan p
 func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
 	return query(ctx, e, "the outbox", rowsSQL, func(row pgx.CollectableRow) (Row, error) {
 		r := Row{States: map[string]string{}}
-		return r, row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
+		err := row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
+		return r, err
 	}, asBytes(ids), above)
 }
 
 func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
-	return query(ctx, e, "messages for later", scheduledSQL, func(row pgx.CollectableRow) (r Scheduled, err error) {
-		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds, &r.Refused)
-		return r, err
-	}, asBytes(ids))
+	return query(ctx, e, "messages for later", scheduledSQL, pgx.RowToStructByPos[Scheduled], asBytes(ids))
 }
 
 // states reads what each relay did with the rows.
@@ -108,10 +107,7 @@ func (e *explainer) readRules(ctx context.Context) error {
 }
 
 func (e *explainer) readClaims(ctx context.Context) (err error) {
-	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, func(row pgx.CollectableRow) (c Claim, err error) {
-		err = row.Scan((*[16]byte)(&c.ID), &c.Consumer, &c.Group, &c.ProcessedAt, &c.Forever)
-		return c, err
-	}, asBytes(e.names.sorted()))
+	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, pgx.RowToStructByPos[Claim], asBytes(e.names.sorted()))
 	return err
 }
 
@@ -196,7 +192,8 @@ func (e *explainer) readPassed(ctx context.Context) error {
 	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {
 		found, err := query(ctx, e, "positions", pastSQL, func(row pgx.CollectableRow) (Passed, error) {
 			p := Passed{Place: place}
-			return p, row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)
+			err := row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)
+			return p, err
 		}, place.Topic, place.Partition, place.Offset)
 		if err != nil {
 			return err
@@ -211,3 +208,39 @@ func (e *explainer) readPassed(ctx context.Context) error {
 	}
 	return nil
 }
+
+const keyBytesMax = 255
+
+// readRequests finds the requests whose idempotency key was asked for. It continues with the IDs
+// that their phases give to what they publish, which topics may still have when the outbox does
+// not.
+func (e *explainer) readRequests(ctx context.Context) (err error) {
+	if len(e.Text) > keyBytesMax {
+		return nil
+	}
+	e.out.Requests, err = keys.Find(ctx, e.db, e.Schema, keys.Name{Key: e.Text})
+	for _, r := range e.out.Requests {
+		steps := slices.Clone(r.Phases)
+		if r.Calling != nil {
+			steps = append(steps, *r.Calling)
+		}
+		for _, step := range steps {
+			e.names.addText(r.ChildID(step).String())
+		}
+	}
+	return err
+}
+
+// readRequestActions adds what operators did to requests.
+func (e *explainer) readRequestActions(ctx context.Context) error {
+	for _, r := range e.out.Requests {
+		actions, err := keys.Actions(ctx, e.db, e.Schema, r.Place, keyActionsMax)
+		if err != nil {
+			return err
+		}
+		e.out.Actions = append(e.out.Actions, actions...)
+	}
+	return nil
+}
+
+const keyActionsMax = 100

@@ -3,6 +3,7 @@ package keys
 import (
 	"context"
 	"crypto/sha256"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
@@ -34,7 +35,7 @@ type Changed struct {
 // nothing was changed, unless the connection broke during COMMIT; a repeated call is refused then.
 // The same holds for repeated calls of Retry and Finish.
 func Unlock(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
-	return change{what: "key.unlock", sql: unlockSQL, remedy: unlockRemedy}.act(ctx, db, schema, by, place)
+	return change{what: "key.unlock", sql: unlockSQL}.act(ctx, db, schema, by, place)
 }
 
 // Call is what a person found out about a call that may have been made.
@@ -57,7 +58,7 @@ func Retry(ctx context.Context, db operator.Beginner, schema string, by operator
 
 func retry(call Call, token *int64) change {
 	return change{
-		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
+		what: "key.retry", sql: retrySQL,
 		args: []any{call == CallDidNotHappen, call == CallHappened}, forgets: call != CallHappened,
 		note:  map[string]any{"call_did_not_happen": call == CallDidNotHappen, "call_happened": call == CallHappened},
 		token: token,
@@ -108,12 +109,15 @@ func RetryAll(ctx context.Context, db *pgxpool.Pool, schema string, by operator.
 // key gets this outcome. It works for indeterminate and abandoned keys, and for running keys that
 // no worker holds. Errors are as in Unlock.
 func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Changed, error) {
-	headers, err := writeHeaders(outcome.Header)
-	if err != nil {
-		return nil, err
+	var headers []byte // null: none
+	if len(outcome.Header) > 0 {
+		var err error
+		if headers, err = json.Marshal(outcome.Header); err != nil {
+			return nil, err
+		}
 	}
 	return change{
-		what: "key.finish", sql: finishSQL, remedy: finishRemedy,
+		what: "key.finish", sql: finishSQL,
 		args: []any{outcome.Status, headers, outcome.Body, outcome.Window}, note: map[string]any{"status": outcome.Status, "body_bytes": len(outcome.Body)},
 	}.act(ctx, db, schema, by, place)
 }
@@ -123,10 +127,9 @@ type change struct {
 	what    string
 	sql     string // Place's columns, then args
 	args    []any
-	forgets bool             // a key of work in one transaction
-	token   *int64           // the key's lock token, which changes with each decision; nil: any
-	note    map[string]any   // recorded in addition to the key's state
-	remedy  func(Row) string // for a key that sql does not change
+	forgets bool           // a key of work in one transaction
+	token   *int64         // the key's lock token, which changes with each decision; nil: any
+	note    map[string]any // recorded in addition to the key's state
 }
 
 // act runs one transaction: it locks the key, lets the database decide, and records the action.
@@ -149,7 +152,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 			return err
 		}
 		if done.RowsAffected() == 0 {
-			return &RefusedError{was, c.remedy(was)}
+			return &RefusedError{was, refusal(was)}
 		}
 		if err := operator.Note(ctx, tx, schema, by, c.what, c.subject(was)); err != nil {
 			return err
@@ -169,15 +172,14 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 
 // lock locks a key, and returns it as it is then.
 func lock(ctx context.Context, tx pgx.Tx, schema string, place Place) (Row, error) {
-	rows, err := tx.Query(ctx, inSchema(lockSQL, schema), place.Scope, place.Operation, place.Key)
+	rows, err := read(ctx, tx, schema, lockSQL, place.Scope, place.Operation, place.Key)
 	if err != nil {
 		return Row{}, err
 	}
-	row, err := pgx.CollectExactlyOneRow(rows, scanRow)
-	if errors.Is(err, pgx.ErrNoRows) {
+	if len(rows) == 0 {
 		return Row{}, ErrNotFound
 	}
-	return row, err
+	return rows[0], nil
 }
 
 // subject is what is recorded of a key: never its value, the request or the answer.
@@ -193,61 +195,28 @@ func (c change) subject(was Row) map[string]any {
 	return subject
 }
 
-const hasOutcome = "it is finished, and its outcome is never changed: \"outbox-relay keys show\" shows it"
-
-func unlockRemedy(was Row) string {
-	switch was.State {
-	case Finished:
-		return hasOutcome
-	case Running:
-		return "its lock is free: " + goesOn(was)
+// refusal says why an action does not apply to a key; what to find out, and the commands, are in
+// "keys show".
+func refusal(was Row) string {
+	switch {
+	case was.State == Finished:
+		return "it is finished, and its outcome is never changed: \"outbox-relay keys show\" shows it"
+	case was.Locked:
+		holder := "a worker"
+		if was.LockedBy != nil {
+			holder = fmt.Sprintf("%q", *was.LockedBy)
+		}
+		return holder + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock first"
+	case was.State == Running:
+		return "it is running, and its lock is free: the next request, or the completer, continues it"
 	}
 	return "it is " + was.State + ", so its lock is free, and a person decides: \"outbox-relay keys show\" has what to find out first, and the commands"
 }
 
-func retryRemedy(was Row) string {
-	switch {
-	case was.State == Finished:
-		return hasOutcome
-	case was.Locked:
-		return holder(was) + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock"
-	case was.State == Indeterminate && was.Calling == nil:
-		return "it may have acted: ask the foreign system about this key" + was.notBefore() + "; if it did nothing, retry this key with --call-did-not-happen; if it acted, use \"outbox-relay keys finish\""
-	case was.State != Running && was.Calling == nil:
-		return "no call of it is in doubt that must not be made twice: give --call-happened only for such a call; if it happened, use \"outbox-relay keys finish\""
-	case was.State != Running:
-		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system about this key (the child ID of the phase is %v)%s; "+
-			"if it did nothing, retry this key with --call-did-not-happen; if it acted, with --call-happened", *was.Calling, was.ChildID(*was.Calling), was.notBefore())
-	}
-	return "it is running already: " + goesOn(was)
-}
-
-// goesOn describes what the next request does with a running key that no worker holds.
-func goesOn(was Row) string {
-	if !was.InDoubt() {
-		return "the next request, or the completer, continues it"
-	}
-	return fmt.Sprintf("the next request, or the completer, makes it indeterminate, since the call of phase %q (child ID %v) may have been made", *was.Calling, was.ChildID(*was.Calling))
-}
-
-func finishRemedy(was Row) string {
-	if was.State == Finished {
-		return hasOutcome
-	}
-	return holder(was) + " works on it: wait; if that hangs, \"outbox-relay keys unlock\" ends the lock first"
-}
-
-// notBefore warns of asking while the call may be on its way.
-func (r Row) notBefore() string {
-	if !r.OnItsWay() {
-		return ""
-	}
-	return ", not before " + r.RetryAt.UTC().Format(time.RFC3339)
-}
-
-func holder(was Row) string {
-	if was.LockedBy == nil {
-		return "a worker"
-	}
-	return fmt.Sprintf("%q", *was.LockedBy)
+// Outcome is what every request gets from now on.
+type Outcome struct {
+	Status int
+	Header map[string][]string // UTF-8, and none for which idempotency.NeverStored is true
+	Body   []byte
+	Window *time.Duration // how long it is remembered; nil: forever
 }

@@ -44,8 +44,8 @@ func TestActionsFitTheState(t *testing.T) {
 	}
 	for _, c := range []struct{ state, unlock, retry, finish string }{
 		{"locked", done, "keys unlock", "keys unlock"},
-		{"free", "its lock is free", "running already", done},
-		{"put off", "its lock is free", "running already", done},
+		{"free", "its lock is free", "its lock is free", done},
+		{"put off", "its lock is free", "its lock is free", done},
 		{"finished", "never changed", "never changed", "never changed"},
 		{"over", "never changed", "never changed", "never changed"},
 		{"indeterminate", "keys show", done, done},
@@ -147,8 +147,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 		place := key(t, pool, state, state)
 		exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once'")
 		_, err := keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
-		require.ErrorContains(t, err, "--call-did-not-happen", state)
-		require.ErrorContains(t, err, `"pay"`, state)
+		require.ErrorContains(t, err, "a person decides", state)
 		row := find(t, pool, state)
 		assert.Equal(t, state, row.State)
 		assert.Equal(t, "pay", *row.Calling)
@@ -164,7 +163,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	}
 	place := key(t, pool, "no call", "abandoned")
 	_, err := keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
-	require.ErrorContains(t, err, "no call of it is in doubt")
+	require.ErrorContains(t, err, "a person decides")
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'repeatable', calling_since = created_at WHERE key = 'no call'")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 	require.NoError(t, err)
@@ -172,7 +171,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	place = key(t, pool, "paid", "indeterminate")
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET call = 'repeatable', calling_since = created_at WHERE key = 'paid'") // it is too old to be made again
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
-	require.ErrorContains(t, err, "--call-happened")
+	require.ErrorContains(t, err, "a person decides")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
 	require.NoError(t, err)
 	place2 := key(t, pool, "work", "work")
@@ -313,8 +312,8 @@ func TestRetryAll(t *testing.T) {
 	report := all(keys.CallUnknown, func(int) {})
 	assert.Equal(t, 601, report.Done)
 	require.Len(t, report.Left, 601)
-	assert.Contains(t, report.Left[0].Why, "must not be made twice")
-	assert.Contains(t, report.Left[3].Why, "it may have acted")
+	assert.Contains(t, report.Left[0].Why, "a person decides")
+	assert.Contains(t, report.Left[3].Why, "a person decides")
 	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once' WHERE key = '7'`)
 	report = all(keys.CallHappened, func(done int) {
 		if done == 1 {

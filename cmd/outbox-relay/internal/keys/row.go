@@ -2,7 +2,9 @@ package keys
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/google/uuid"
@@ -39,7 +41,7 @@ func (p Place) ChildID(step string) uuid.UUID {
 	return idempotency.Key{Scope: p.Scope, Operation: p.Operation, Value: p.Key}.ChildID(step)
 }
 
-// Row is a key, without its request and its answer.
+// Row is a key, without its request and its answer: the columns, in their order.
 type Row struct {
 	Place
 	// Mark is what logs show instead of the key.
@@ -86,13 +88,6 @@ func (r Row) InDoubt() bool {
 	return r.Call == "once" || r.Call == "repeatable" && r.State == Indeterminate
 }
 
-func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Call, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
-		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
-		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
-	return r, err
-}
-
 // Filter selects keys; a nil field does not filter.
 type Filter struct {
 	// States to list, or Stuck alone. Default: all that are not finished.
@@ -123,16 +118,54 @@ type Name struct {
 	Key              string // its value, or, if it is not finished, its mark as logs show it
 }
 
+const findMax = 100
+
 // Find returns the keys of a name, the newest first, at most 100. Without scope and operation it
 // reads the whole table.
 func Find(ctx context.Context, db operator.Querier, schema string, name Name) ([]Row, error) {
 	return read(ctx, db, schema, findSQL, name.Key, name.Scope, name.Operation, findMax)
 }
 
-const findMax = 100
-
 func read(ctx context.Context, db operator.Querier, schema, sql string, args ...any) ([]Row, error) {
-	return operator.Rows(ctx, db, "read idempotency keys", schema, sql, scanRow, args...)
+	return operator.Rows(ctx, db, "read idempotency keys", schema, sql, pgx.RowToStructByPos[Row], args...)
 }
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
+
+// actionsMax bounds how many actions Show reads.
+const actionsMax = 20
+
+// Detail is everything about a key.
+type Detail struct {
+	Row
+	Fingerprint string          `json:"fingerprint"` // SHA-256; all zeros: not compared
+	Headers     json.RawMessage `json:"headers"`
+	// The request, what phases pass on, and the answer: at most as many bytes as were requested,
+	// and nothing that is encrypted.
+	Request []byte            `json:"-"`
+	Data    []byte            `json:"-"`
+	Body    []byte            `json:"-"`
+	Actions []operator.Action `json:"actions"` // of operators on this key, the newest first, at most 20
+}
+
+// Show reads a key with up to payloadMax bytes of each of its texts, or ErrNotFound.
+func Show(ctx context.Context, db operator.Querier, schema string, row Row, payloadMax int64) (*Detail, error) {
+	d := &Detail{Row: row}
+	var headers string
+	err := db.QueryRow(ctx, inSchema(detailSQL, schema), row.Scope, row.Operation, row.Key, min(payloadMax, 1<<30)).
+		Scan(&d.Fingerprint, &headers, &d.Request, &d.Data, &d.Body)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read idempotency key: %w", err)
+	}
+	d.Headers = json.RawMessage(headers)
+	d.Actions, err = Actions(ctx, db, schema, row.Place, actionsMax)
+	return d, err
+}
+
+// Actions returns what operators did to a key, the newest first, even if the key is deleted.
+func Actions(ctx context.Context, db operator.Querier, schema string, place Place, limit int) ([]operator.Action, error) {
+	return operator.ReadActions(ctx, db, schema, actionsSQL, place.Scope, place.Operation, place.Key, limit)
+}

@@ -5,14 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // Limits of a reading.
@@ -26,53 +29,18 @@ const (
 	positionsMax = 1_000
 )
 
-// database exposes the values of the last reading. A group whose reading failed has no values.
-type database struct {
-	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, pauses, positions *prometheus.Desc
-
-	mu     sync.Mutex
-	groups map[string][]prometheus.Metric
-}
-
-func newDatabase() *database {
-	d := prometheus.NewDesc
-	return &database{
-		groups:       map[string][]prometheus.Metric{},
-		pending:      d("effectonce_outbox_pending_messages", "Committed rows that are not published, without dead rows: counted up to 10000, estimated from the sequence above that.", []string{"relay"}, nil),
-		oldest:       d("effectonce_outbox_oldest_pending_age_seconds", "Age of the oldest unpublished row in seconds; 0 if there is none.", []string{"relay"}, nil),
-		dead:         d("effectonce_outbox_dead_messages", "Rows in outbox_dead, counted up to 100000.", []string{"relay", "reason", "state"}, nil),
-		shards:       d("effectonce_outbox_shards", "Shards of the relay, across all replicas.", []string{"relay"}, nil),
-		paused:       d("effectonce_outbox_paused_topics", "Paused topics of the relay.", []string{"relay"}, nil),
-		size:         d("effectonce_outbox_table_bytes", "Size of the outbox in bytes, with indexes and TOAST.", nil, nil),
-		transactions: d("effectonce_outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written, in seconds; 0 if there is none.", nil, nil),
-		scheduled:    d("effectonce_outbox_scheduled_messages", "Scheduled messages that are not in the outbox yet, counted up to 100000.", nil, nil),
-		overdue:      d("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due.", nil, nil),
-		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", []string{"state"}, nil),
-		unfinished:   d("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running.", nil, nil),
-		parked:       d("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000 for each consumer.", []string{"group", "topic", "reason"}, nil),
-		pauses:       d("effectonce_consumer_paused_topics", "Topics that an operator paused for a group of consumers.", []string{"group"}, nil),
-		positions:    d("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", []string{"group", "topic", "partition"}, nil),
-	}
-}
-
 // Describe implements prometheus.Collector: which values there are changes from reading to reading.
-func (d *database) Describe(chan<- *prometheus.Desc) {}
+func (m *Metrics) Describe(chan<- *prometheus.Desc) {}
 
-// Collect implements prometheus.Collector.
-func (d *database) Collect(metrics chan<- prometheus.Metric) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, group := range d.groups {
+// Collect implements prometheus.Collector with the values of the last reading.
+func (m *Metrics) Collect(metrics chan<- prometheus.Metric) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, group := range m.last {
 		for _, metric := range group {
 			metrics <- metric
 		}
 	}
-}
-
-func (d *database) set(group string, values []prometheus.Metric) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.groups[group] = values
 }
 
 // Watch reads the database until ctx ends. It uses one connection of the pool at a time.
@@ -109,7 +77,9 @@ func (m *Metrics) read(ctx context.Context, pool *pgxpool.Pool) (failed []string
 			failed = append(failed, g.name)
 			err = errors.Join(err, fmt.Errorf("%s: %w", g.name, groupErr))
 		}
-		m.database.set(g.name, values)
+		m.mu.Lock()
+		m.last[g.name] = values
+		m.mu.Unlock()
 	}
 	return failed, err
 }
@@ -132,4 +102,107 @@ func (m *Metrics) readGroup(ctx context.Context, pool *pgxpool.Pool, g group) (v
 		return nil, err
 	}
 	return values, nil
+}
+
+// group is what is read in one transaction.
+type group struct {
+	name     string
+	optional bool // relaying needs no right to read it
+	read     func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error)
+}
+
+func (m *Metrics) groups() []group {
+	name := m.cfg.Relay
+	return []group{
+		{name: "pending", read: m.pending},
+		{name: "shards", read: m.query(desc("effectonce_outbox_shards", "Shards of the relay, across all replicas.", "relay"), shardsSQL, []string{name}, name)},
+		{name: "paused", read: m.query(desc("effectonce_outbox_paused_topics", "Paused topics of the relay.", "relay"), pausedSQL, []string{name}, name)},
+		{name: "dead", read: m.query(desc("effectonce_outbox_dead_messages", "Rows in outbox_dead, counted up to 100000.", "relay", "reason", "state"), deadSQL, []string{name}, name, rowsMax)},
+		{name: "size", read: m.query(desc("effectonce_outbox_table_bytes", "Size of the outbox in bytes, with indexes and TOAST."), sizeSQL, nil)},
+		{name: "transactions", read: m.query(desc("effectonce_outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written, in seconds; 0 if there is none."), transactionsSQL, nil)},
+		{name: "scheduled", optional: true, read: m.scheduled},
+		{name: "keys", optional: true, read: m.keys},
+		{name: "parked", optional: true, read: m.query(desc("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000 for each consumer.", "group", "topic", "reason"), parkedSQL, nil, rowsMax)},
+		{name: "pauses", optional: true, read: m.query(desc("effectonce_consumer_paused_topics", "Topics that an operator paused for a group of consumers.", "group"), pausesSQL, nil)},
+		{name: "positions", optional: true, read: m.query(desc("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", "group", "topic", "partition"), positionsSQL, nil, positionsMax)},
+	}
+}
+
+// pending counts as "outbox-relay status" does.
+func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+	shards, err := pipeline.ShardsOf(ctx, tx, m.cfg.Schema, m.cfg.Relay)
+	if err == nil {
+		err = pipeline.Count(ctx, tx, m.cfg.Schema, shards, waitingMax)
+	}
+	if err != nil {
+		return nil, err
+	}
+	waiting, oldest := int64(0), 0.0
+	for _, s := range shards {
+		waiting, oldest = waiting+s.Waiting, max(oldest, s.OldestWaitingSeconds)
+	}
+	return []prometheus.Metric{
+		gauge(desc("effectonce_outbox_pending_messages", "Committed rows that are not published, without dead rows: counted up to 10000, estimated from the sequence above that.", "relay"), float64(waiting), m.cfg.Relay),
+		gauge(desc("effectonce_outbox_oldest_pending_age_seconds", "Age of the oldest unpublished row in seconds; 0 if there is none.", "relay"), oldest, m.cfg.Relay),
+	}, nil
+}
+
+func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+	s, err := doctor.ReadScheduled(ctx, tx, m.cfg.Schema)
+	if err != nil {
+		return nil, err
+	}
+	return []prometheus.Metric{
+		gauge(desc("effectonce_outbox_scheduled_messages", "Scheduled messages that are not in the outbox yet, counted up to 100000."), float64(s.Count)),
+		gauge(desc("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due."), s.OldestOverdueSeconds),
+	}, nil
+}
+
+func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+	k, err := doctor.ReadKeys(ctx, tx, m.cfg.Schema)
+	if err != nil {
+		return nil, err
+	}
+	values := []prometheus.Metric{gauge(desc("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running."), k.OldestUnfinishedSeconds)}
+	for state, n := range map[string]int64{"running": k.Running, "indeterminate": k.Indeterminate, "abandoned": k.Abandoned} {
+		values = append(values, gauge(desc("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", "state"), float64(n), state))
+	}
+	return values, nil
+}
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(name, help, labels, nil)
+}
+
+// gauge makes labels UTF-8, which a database with another encoding may not have.
+func gauge(desc *prometheus.Desc, value float64, labels ...string) prometheus.Metric {
+	for i, label := range labels {
+		labels[i] = strings.ToValidUTF8(label, "\uFFFD")
+	}
+	return prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, labels...)
+}
+
+// query reads rows of labels and, last, a value; it leaves out nulls. first are labels that all
+// rows have.
+func (m *Metrics) query(desc *prometheus.Desc, sql string, first []string, args ...any) func(context.Context, pgx.Tx) ([]prometheus.Metric, error) {
+	return func(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
+		rows, err := tx.Query(ctx, migrations.InSchema(sql, m.cfg.Schema), args...)
+		if err != nil {
+			return nil, err
+		}
+		_, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (struct{}, error) {
+			labels := make([]string, len(row.FieldDescriptions())-1)
+			var value *float64
+			into := make([]any, 0, len(labels)+1)
+			for i := range labels {
+				into = append(into, &labels[i])
+			}
+			if err := row.Scan(append(into, &value)...); err != nil || value == nil {
+				return struct{}{}, err
+			}
+			values = append(values, gauge(desc, *value, slices.Concat(first, labels)...))
+			return struct{}{}, nil
+		})
+		return values, err
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"net/http"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -37,10 +38,12 @@ type Metrics struct {
 	interruptions prometheus.Counter
 	errors        prometheus.Counter
 	truncateWaits *prometheus.GaugeVec // by slot
-	database      *database
 
 	// clockAhead is how far the database's clock, which stamps rows, is ahead of this process's.
 	clockAhead atomic.Int64
+
+	mu   sync.Mutex
+	last map[string][]prometheus.Metric // by group, from the database; a group whose reading failed has none
 }
 
 // slots is the number of slots of the outbox.
@@ -48,7 +51,7 @@ const slots = 4
 
 // New returns metrics with all counters at zero.
 func New(cfg Config) *Metrics {
-	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase()}
+	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), last: map[string][]prometheus.Metric{}}
 	name := prometheus.Labels{"relay": cfg.Relay}
 	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
 		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})
@@ -100,7 +103,7 @@ func New(cfg Config) *Metrics {
 			Name: "effectonce_outbox_relay_info", Help: "Version of the program; always 1.",
 			ConstLabels: prometheus.Labels{"relay": cfg.Relay, "version": cfg.Version},
 		}, func() float64 { return 1 }),
-		m.database,
+		m,
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)

@@ -10,6 +10,6 @@
 //
 // /healthz reports whether the process has to be restarted, from the relay's callbacks alone. It
 // asks neither the database nor the brokers, so that their outage does not restart every replica.
-// /readyz asks the database too. No request changes anything, no message is ever shown, and pages
-// that show internals (/debug/pprof/) have a listener of their own.
+// /readyz asks the database too. No request changes anything, and no message and no internals are
+// ever shown.
 package monitor

@@ -7,13 +7,13 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/http/pprof"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Limits of the server. Profiles set a later write deadline themselves.
+// Limits of the server.
 const (
 	headerMax      = 5 * time.Second
 	readMax        = 10 * time.Second
@@ -33,35 +33,32 @@ type Config struct {
 	Logger  *slog.Logger
 }
 
-// Server serves /healthz, /readyz and /metrics, and profiles on another listener.
+// Server serves /healthz, /readyz and /metrics.
 type Server struct {
-	cfg      Config
-	database *database
+	cfg Config
+
+	mu   sync.Mutex
+	pool *pgxpool.Pool // nil until the program has connected
+	last answer
 }
 
 // New returns a server.
 func New(cfg Config) *Server {
-	return &Server{cfg: cfg, database: &database{relay: cfg.Relay, schema: cfg.Schema}}
+	return &Server{cfg: cfg}
 }
 
 // Ask sets the database that readiness checks. The server uses the pool until Run has returned.
-func (s *Server) Ask(pool *pgxpool.Pool) { s.database.use(pool) }
+func (s *Server) Ask(pool *pgxpool.Pool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.pool, s.last = pool, answer{}
+}
 
 // Run serves until ctx ends, then closes the listener and waits at most a second for responses in
 // progress.
 func (s *Server) Run(ctx context.Context, listener net.Listener) error {
-	return s.serve(ctx, listener, s.Handler())
-}
-
-// RunProfiles serves /debug/pprof/ in the same way. It asks for no password: listen on a loopback
-// address.
-func (s *Server) RunProfiles(ctx context.Context, listener net.Listener) error {
-	return s.serve(ctx, listener, Profiles())
-}
-
-func (s *Server) serve(ctx context.Context, listener net.Listener, handler http.Handler) error {
 	server := &http.Server{
-		Handler:           handler,
+		Handler:           s.Handler(),
 		ReadHeaderTimeout: headerMax,
 		ReadTimeout:       readMax,
 		WriteTimeout:      writeMax,
@@ -95,24 +92,10 @@ func (s *Server) Handler() http.Handler {
 		s.answer(w, v.Ready, v)
 	})
 	mux.Handle("GET /metrics", s.cfg.Metrics)
-	return careful(mux)
-}
-
-// Profiles serves /debug/pprof/, and only GET and HEAD. It leaves out /cmdline: flags may contain
-// passwords. Index serves the other profiles by name.
-func Profiles() http.Handler {
-	mux := http.NewServeMux()
-	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
-	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
-	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
-	return careful(mux)
-}
-
-func careful(handler http.Handler) http.Handler {
 	return http.MaxBytesHandler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Cache-Control", "no-store")
 		w.Header().Set("X-Content-Type-Options", "nosniff")
-		handler.ServeHTTP(w, r)
+		mux.ServeHTTP(w, r)
 	}), bodyBytesMax)
 }
 

@@ -133,3 +133,5 @@ func TestForgettingWaitsForWhoTakesAShard(t *testing.T) {
 		})
 	}
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

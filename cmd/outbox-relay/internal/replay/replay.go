@@ -25,12 +25,6 @@ type Options struct {
 	By            operator.By
 }
 
-// DB is a connection or a pool.
-type DB interface {
-	operator.Querier
-	operator.Beginner
-}
-
 // chosenSQL chooses the rows that the relay has published and Kafka has accepted, a row that was
 // replayed before once. $1 to $6 are the cut, $7 and $8 the times, $9 the topic, $10 the relay.
 const chosenSQL = `WITH ` + pipeline.CutCTE + `, chosen AS (
@@ -72,7 +66,7 @@ func Count(ctx context.Context, db operator.Querier, opts Options) (rows int64, 
 // Run inserts the chosen rows into the outbox again, in their order and under their IDs, and records
 // who did so, in one transaction: an error means that nothing was done, unless the connection broke
 // during COMMIT. It takes until ctx ends at most, and then ends on the server, too.
-func Run(ctx context.Context, db DB, opts Options) (rows int64, err error) {
+func Run(ctx context.Context, db operator.Beginner, opts Options) (rows int64, err error) {
 	err = operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) error {
 		if end, ok := ctx.Deadline(); ok { // a long statement is expected here
 			if _, err := tx.Exec(ctx, "SELECT pg_catalog.set_config('statement_timeout', $1, true)", fmt.Sprint(max(time.Until(end).Milliseconds(), 1))); err != nil {

@@ -31,46 +31,44 @@ type Span struct{ Start, From, End int64 }
 // Extent is the spans of a topic's partitions.
 type Extent map[int32]Span
 
-// Extents reads the extents of topics, from a time on, or from the start if the time is zero. A
+// ExtentOf reads the extent of a topic, from a time on, or from the start if the time is zero. A
 // topic that does not exist has no partitions.
 //
 // The end is that of all records, not only of committed ones. Behind the first record of an open
 // transaction there may be committed ones, such as those of another shard of the relay.
-func Extents(ctx context.Context, client *kgo.Client, since time.Time, topics ...string) (map[string]Extent, error) {
+func ExtentOf(ctx context.Context, client *kgo.Client, since time.Time, topic string) (Extent, error) {
 	admin := kadm.NewClient(client)
-	all := make(map[string]Extent, len(topics))
-	for _, topic := range topics {
-		// Read the end first: it defines the moment, the other offsets only have to be before it.
-		ends, err := admin.ListEndOffsets(ctx, topic)
-		if err != nil {
-			return nil, fmt.Errorf("read the end offsets of topic %s: %w", topic, err)
-		}
-		all[topic] = Extent{}
-		if err := ends.Error(); errors.Is(err, kerr.UnknownTopicOrPartition) {
-			continue
-		} else if err != nil {
-			return nil, fmt.Errorf("read the end offsets of topic %s: %w", topic, err)
-		}
-		starts, err := admin.ListStartOffsets(ctx, topic)
-		if err == nil {
-			err = starts.Error()
-		}
-		from := starts
-		if err == nil && !since.IsZero() {
-			if from, err = admin.ListOffsetsAfterMilli(ctx, max(since.UnixMilli(), 0), topic); err == nil {
-				err = from.Error()
-			}
-		}
-		if err != nil {
-			return nil, fmt.Errorf("read the start offsets of topic %s: %w", topic, err)
-		}
-		ends.Each(func(end kadm.ListedOffset) {
-			start, _ := starts.Lookup(topic, end.Partition)
-			first, _ := from.Lookup(topic, end.Partition)
-			all[topic][end.Partition] = Span{Start: start.Offset, From: min(max(first.Offset, start.Offset), end.Offset), End: end.Offset}
-		})
+	// Read the end first: it defines the moment, the other offsets only have to be before it.
+	ends, err := admin.ListEndOffsets(ctx, topic)
+	if err == nil {
+		err = ends.Error()
 	}
-	return all, nil
+	if errors.Is(err, kerr.UnknownTopicOrPartition) {
+		return Extent{}, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the end offsets of topic %s: %w", topic, err)
+	}
+	starts, err := admin.ListStartOffsets(ctx, topic)
+	if err == nil {
+		err = starts.Error()
+	}
+	from := starts
+	if err == nil && !since.IsZero() {
+		if from, err = admin.ListOffsetsAfterMilli(ctx, max(since.UnixMilli(), 0), topic); err == nil {
+			err = from.Error()
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the start offsets of topic %s: %w", topic, err)
+	}
+	extent := Extent{}
+	ends.Each(func(end kadm.ListedOffset) {
+		start, _ := starts.Lookup(topic, end.Partition)
+		first, _ := from.Lookup(topic, end.Partition)
+		extent[end.Partition] = Span{Start: start.Offset, From: min(max(first.Offset, start.Offset), end.Offset), End: end.Offset}
+	})
+	return extent, nil
 }
 
 // Scan calls each for every committed record of the extents; those of a partition come in order. An

@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
 
@@ -44,12 +45,12 @@ func TestScanWaitsForOpenTransactions(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			topic, end := openTransaction(t)
-			extents, err := topicscan.Extents(t.Context(), kafkatest.Client(t), time.Time{}, topic)
+			extent, err := topicscan.ExtentOf(t.Context(), kafkatest.Client(t), time.Time{}, topic)
 			require.NoError(t, err)
 			ended := make(chan error, 1)
 			go func() { ended <- end(c.end) }()
 			var offsets []int64
-			err = topicscan.Scan(t.Context(), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, extents, func(r *kgo.Record) error {
+			err = topicscan.Scan(t.Context(), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, map[string]topicscan.Extent{topic: extent}, func(r *kgo.Record) error {
 				offsets = append(offsets, r.Offset)
 				return nil
 			})
@@ -66,12 +67,14 @@ func TestScanNamesTheTransactionThatHangs(t *testing.T) {
 	t.Parallel()
 	topic, end := openTransaction(t)
 	defer func() { assert.NoError(t, end(kgo.TryAbort)) }()
-	extents, err := topicscan.Extents(t.Context(), kafkatest.Client(t), time.Time{}, topic)
+	extent, err := topicscan.ExtentOf(t.Context(), kafkatest.Client(t), time.Time{}, topic)
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond) // the look for the transaction has its own limit
 	defer cancel()
-	err = topicscan.Scan(ctx, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, extents, func(*kgo.Record) error { return nil })
+	err = topicscan.Scan(ctx, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, map[string]topicscan.Extent{topic: extent}, func(*kgo.Record) error { return nil })
 	require.ErrorContains(t, err, "topic "+topic+", partition 0: a transaction is open from offset 0 on")
 	require.ErrorContains(t, err, "abort --topic "+topic+" --partition 0 --start-offset 0")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

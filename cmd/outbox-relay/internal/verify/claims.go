@@ -93,7 +93,6 @@ func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 	if !known || record.Offset >= next || len(r.claims.consumers[record.Topic]) == 0 {
 		return nil
 	}
-	r.before[r.numbers[record.Topic]]++
 	var ids []uuid.UUID
 	for _, rule := range r.claims.rules[record.Topic] {
 		if text, scope := inspect.Carried(record, rule); text != "" {

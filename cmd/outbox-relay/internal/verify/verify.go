@@ -7,10 +7,12 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
@@ -118,7 +120,6 @@ type run struct {
 	// Time of the first remaining record, in microseconds, where some were deleted
 	oldest map[partition]int64
 	first  map[partition]int64 // time of the first record that was read, in microseconds
-	before map[int32]int64     // by topic: records before the group's position that were read
 
 	rows    *spill[rowItem]
 	records *spill[recordItem]
@@ -136,7 +137,7 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	r := &run{
 		Options: opts, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
-		first: map[partition]int64{}, before: map[int32]int64{},
+		first:  map[partition]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
 	}
 	for _, f := range r.findings() {
@@ -165,7 +166,6 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 		slices.Sort(f.Examples)
 	}
 	r.nothingChecked()
-	r.noteCompaction(ctx)
 	rep.Well = len(rep.Unchecked) == 0 && rep.Missing.Count+rep.OutOfOrder.Count+rep.Unclaimed.Count == 0 && (opts.DuplicatesAllowed || rep.Duplicates.Count == 0)
 	return rep, nil
 }
@@ -197,12 +197,12 @@ func (r *run) number(ctx context.Context, topic string) (int32, error) {
 	if r.report.Since != nil {
 		since = r.report.Since.Add(-clockSlack)
 	}
-	extents, err := topicscan.Extents(ctx, r.kafka.Client, since, topic)
+	extent, err := topicscan.ExtentOf(ctx, r.kafka.Client, since, topic)
 	if err != nil {
 		return 0, err
 	}
 	n := int32(len(r.names))
-	r.numbers[topic], r.names, r.extents[topic] = n, append(r.names, topic), extents[topic]
+	r.numbers[topic], r.names, r.extents[topic] = n, append(r.names, topic), extent
 	return n, nil
 }
 
@@ -219,3 +219,37 @@ func (r *run) place(topic, partition int32, offset int64) string {
 }
 
 func idText(id [16]byte) string { return uuid.UUID(id).String() }
+
+// nothingChecked reports what the run looked for and found nothing of: that proves nothing.
+func (r *run) nothingChecked() {
+	rep := r.report
+	unchecked := func(format string, args ...any) { rep.Unchecked = append(rep.Unchecked, fmt.Sprintf(format, args...)) }
+	for _, topic := range r.Topics {
+		if len(r.extents[r.TopicPrefix+topic]) == 0 {
+			unchecked("topic %s does not exist: was it deleted, or is its name misspelt?", topic)
+		}
+	}
+	if rep.Rows+rep.Records == 0 {
+		unchecked("no rows and no records%s: there was nothing to compare", r.window())
+	}
+	if r.Since > 0 && r.Since < clockSlack {
+		rep.Notes = append(rep.Notes, fmt.Sprintf("--since %s is shorter than the %s by which clocks may differ: records from up to that long before --since were read, but their rows were not", human.Duration(r.Since), human.Duration(clockSlack)))
+	}
+	if r.claims == nil || rep.Claimed > 0 {
+		return
+	}
+	consumed := slices.DeleteFunc(slices.Sorted(slices.Values(r.names)), func(topic string) bool { return len(r.claims.consumers[topic]) == 0 })
+	if len(consumed) == 0 {
+		unchecked("no claims looked for: group %s consumes none of the topics that rows%s name: give --topic", r.Group, r.window())
+		return
+	}
+	unchecked("no claims looked for: no record of %s%s is before the position of group %s, carries an ID and is within the dedup window (less %s: claims may just be forgotten)",
+		strings.Join(consumed, ", "), r.window(), r.Group, human.Duration(windowSlack))
+}
+
+func (r *run) window() string {
+	if r.Since == 0 {
+		return ""
+	}
+	return " of the last " + human.Duration(r.Since)
+}

@@ -168,3 +168,5 @@ func TestReadTopicThatIsNotThere(t *testing.T) {
 	options := []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}
 	require.ErrorContains(t, checker.ReadTopic(t.Context(), options, kafkatest.UnusedTopic(t), &checker.Evidence{}), "UNKNOWN_TOPIC")
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

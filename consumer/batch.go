@@ -245,10 +245,9 @@ func (c *Consumer) commit(ctx context.Context, a *attempt, w *work, s *selection
 		_, err = t.conn.Exec(detached, "SELECT pg_catalog.set_config('role', $1, true)", t.role)
 	}
 	if err == nil {
-		err = send(detached, t.conn, batch, &done)
-	}
-	if err == nil && tag != "COMMIT" {
-		err = pgx.ErrTxCommitRollback
+		if err = send(detached, t.conn, batch, &done); err == nil && tag != "COMMIT" {
+			err = pgx.ErrTxCommitRollback
+		}
 	}
 	if err != nil {
 		f := &failure{origin: originEngine, lost: t.conn.IsClosed(), err: fmt.Errorf("commit up to offset %d: %w", w.msgs[len(w.msgs)-1].Offset, err)}

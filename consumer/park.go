@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
@@ -141,17 +142,10 @@ func (c *Consumer) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selec
 		case p.row != 0:
 			batch.Queue(c.sql[setBackSQL], p.row, why.state(false), why.reason, text, why.attempts, why.wait)
 		default:
-			batch.Queue(c.sql[parkSQL], consumer.ID(), p.ID, p.Topic, nullable(p.topicID), p.Partition, p.Offset, p.Key, value, headers, p.Time,
+			batch.Queue(c.sql[parkSQL], consumer.ID(), p.ID, p.Topic, pgtype.UUID{Bytes: p.topicID, Valid: p.topicID != uuid.Nil}, p.Partition, p.Offset, p.Key, value, headers, p.Time,
 				why.reason, text, why.attempts, why.state(p.behind), why.wait)
 		}
 	}
-}
-
-func nullable(id uuid.UUID) *uuid.UUID {
-	if id == uuid.Nil {
-		return nil
-	}
-	return &id
 }
 
 // isText reports whether the database can store the name of a header.

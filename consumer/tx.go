@@ -237,38 +237,29 @@ func withTrace(headers []outbox.Header, parent *Message) []outbox.Header {
 // reach the next message.
 func (v *messageTx) Statement(sql string) {
 	t := v.tx
-	if strings.Contains(strings.TrimRight(sql, "; \t\r\n"), ";") {
-		for one := range strings.SplitSeq(sql, ";") {
-			if verb, _ := handlertx.Verb(one); slices.Contains([]string{"savepoint", "release", "rollback"}, verb) {
-				_ = v.Misused(errSeveral)
-			}
+	for _, one := range strings.Split(sql, ";")[1:] {
+		if verb, _ := handlertx.Verb(one); slices.Contains([]string{"savepoint", "release", "rollback"}, verb) {
+			_ = v.Misused(errSavepoint)
 		}
 	}
 	verb, rest := handlertx.Verb(sql)
-	switch verb {
-	case "savepoint":
+	switch at := t.marked(rest); {
+	case verb == "savepoint":
 		t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
-	case "release", "rollback":
-		switch at := t.marked(rest); {
-		case at < 0 && verb == "rollback":
-			_ = v.Misused(errUnknownSavepoint)
-		case at < 0:
-			t.session = true // it may be another message's
-		case verb == "release":
-			t.marks = t.marks[:at]
-		default:
-			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
-		}
+	case verb != "release" && verb != "rollback":
+	case at < 0: // it may be another message's
+		_ = v.Misused(errSavepoint)
+	case verb == "release":
+		t.marks = t.marks[:at]
+	default:
+		t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
 	}
 	if changes, lasts := handlertx.Session(sql); changes || lasts { // it may be late, in a goroutine that was left behind
 		t.session, t.lasting = true, t.lasting || lasts
 	}
 }
 
-var (
-	errSeveral          = errors.New("handler sent SAVEPOINT, RELEASE or ROLLBACK TO with other statements in one string: send it alone; a rollback takes along what was published since")
-	errUnknownSavepoint = errors.New("handler rolled back to a savepoint that it did not set for this message: what it has published since is not known")
-)
+var errSavepoint = errors.New("what the handler published since a savepoint is not known: send SAVEPOINT, RELEASE and ROLLBACK TO as statements of their own, and roll back only to savepoints of the same message")
 
 // lastName is the name at the end of a statement about a savepoint.
 func lastName(text string) string {

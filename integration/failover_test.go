@@ -125,6 +125,58 @@ func (s *standby) cut(t *testing.T) {
 	})
 }
 
+// Property: a dump on a standby survives the TRUNCATE of a slot while replay is paused there, as the runbook
+// says, and the standby follows again afterwards; feedback and a delay do not save it. Row O48 of guarantees.md.
+func TestDumpOnAStandby(t *testing.T) {
+	longtest.Only(t, "a standby of its own")
+	t.Parallel()
+	ctx := t.Context()
+	primary, second := newPair(t)
+	pool := openWorkload(t, primary.URL)
+	execs := func(pool *pgxpool.Pool, statements ...string) {
+		for _, sql := range statements {
+			_, err := pool.Exec(ctx, sql)
+			require.NoError(t, err, sql)
+		}
+	}
+	execs(second.pool, `ALTER SYSTEM SET max_standby_streaming_delay = '1s'`, `ALTER SYSTEM SET hot_standby_feedback = on`, `SELECT pg_reload_conf()`)
+	for _, paused := range []bool{true, false} {
+		execs(pool, `INSERT INTO effectonce.outbox (topic) VALUES ('orders')`)
+		eventually(t, "it is replicated", func() (bool, any) {
+			n := count(ctx, t, second.pool, `SELECT count(*) FROM effectonce.outbox`)
+			return n == 1, n
+		})
+		if paused {
+			execs(second.pool, `SELECT pg_wal_replay_pause()`)
+		}
+		dump, err := second.pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly})
+		require.NoError(t, err)
+		defer func() { _ = dump.Rollback(context.WithoutCancel(ctx)) }()
+		_, err = dump.Exec(ctx, `SELECT FROM effectonce.outbox`)
+		require.NoError(t, err)
+		execs(pool, `TRUNCATE effectonce.outbox`)
+		var end string
+		require.NoError(t, pool.QueryRow(ctx, `SELECT pg_current_wal_insert_lsn()::text`).Scan(&end))
+		if paused {
+			eventually(t, "the standby has the TRUNCATE", func() (bool, any) {
+				n := count(ctx, t, second.pool, `SELECT count(*) WHERE pg_last_wal_receive_lsn() >= '`+end+`'`)
+				return n == 1, n
+			})
+			execs(second.pool, `SELECT pg_sleep(3)`) // longer than the delay
+			_, err = dump.Exec(ctx, `SELECT FROM effectonce.outbox`)
+			require.NoError(t, err)
+			require.NoError(t, dump.Commit(ctx))
+			execs(second.pool, `SELECT pg_wal_replay_resume()`)
+		} else {
+			eventually(t, "the dump is cancelled", func() (bool, any) { _, err := dump.Exec(ctx, `SELECT FROM effectonce.outbox`); return err != nil, err })
+		}
+		eventually(t, "the standby follows", func() (bool, any) {
+			n := count(ctx, t, second.pool, `SELECT count(*) WHERE pg_last_wal_replay_lsn() >= '`+end+`'`)
+			return n == 1, n
+		})
+	}
+}
+
 // newPair starts a primary of the test's own, migrated, and its standby. Embedded: the standby runs from
 // the primary's programs and a copy of its files.
 func newPair(t *testing.T) (*servers.Postgres, *standby) {

@@ -206,7 +206,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	if err != nil {
 		return nil, Response{}, err
 	}
-	for range claimsMax {
+	for range retriesMax {
 		asked, made := time.Now(), false
 		var s *stored
 		err := o.claim(ctx, key, func(batch *pgx.Batch) {

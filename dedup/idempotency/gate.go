@@ -17,10 +17,6 @@ type gate struct {
 	running map[name]int // functions of phases: while one runs that was left behind, nothing is decided
 }
 
-func newGate() gate {
-	return gate{lines: map[name]*line{}, running: map[name]int{}}
-}
-
 // count adds to the functions that run, and returns their number.
 func (g *gate) count(key Key, more int) int {
 	g.Lock()

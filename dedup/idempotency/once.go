@@ -45,7 +45,8 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	}))
 }
 
-// retriesMax bounds how often a transaction is retried at once after a serialization failure or a deadlock.
+// retriesMax bounds how often a transaction is retried at once after a serialization failure or a deadlock,
+// and a claim after the key changed.
 const retriesMax = 10
 
 // repeat calls f again after a serialization failure or a deadlock.
@@ -103,7 +104,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 	if err != nil {
 		return nil, Response{}, err
 	}
-	for range claimsMax {
+	for range retriesMax {
 		t, took, err := o.beginClaimed(ctx, key, fingerprint)
 		if took || err != nil {
 			return t, Response{}, err
@@ -167,9 +168,6 @@ func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err erro
 	}
 	return s, nil
 }
-
-// claimsMax bounds how often a claim is repeated after the key changed.
-const claimsMax = 10
 
 // respond stores the response and commits. If a failure of the work is stored (Strict), deferred
 // constraints are checked before COMMIT, while the claim still exists.

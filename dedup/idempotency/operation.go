@@ -115,7 +115,7 @@ func New(pool *pgxpool.Pool, cfg Config) (*Operation, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema), gate: newGate(), owner: bounds.Owner()}, nil
+	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema), gate: gate{lines: map[name]*line{}, running: map[name]int{}}, owner: bounds.Owner()}, nil
 }
 
 func (c Config) withDefaults() (Config, error) {

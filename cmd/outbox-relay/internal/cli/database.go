@@ -403,8 +403,8 @@ func (s *Settings) OnSchemaFor(ctx context.Context, limit time.Duration, f func(
 }
 
 // takeAnyTime makes a connection read times that time.Time or its text forms cannot represent,
-// infinity among them, as the first day of year 1 or the last day of year 9999. Rows from before
-// schema version 8, and rows of other roles, may hold such times.
+// infinity among them, as the first day of year 1 or the last day of year 9999. Records and rows of
+// others may hold such times.
 func takeAnyTime(conn *pgx.Conn) {
 	conn.TypeMap().RegisterType(&pgtype.Type{Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: anyTime{&pgtype.TimestamptzCodec{}}})
 }

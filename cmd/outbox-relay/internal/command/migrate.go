@@ -100,7 +100,7 @@ func newMigrateDown(s *cli.Settings) *cobra.Command {
 		Use:   "down --to VERSION --yes",
 		Short: "Go back to an older version; data that it does not know is lost",
 		Long: `Go back to an older version; 0 removes all tables. Their data is lost: unpublished outbox rows, claims (redelivered
-messages take effect again) and positions. Without --yes it changes nothing. It waits for locks as "up" does.`,
+messages take effect again) and positions. Without --yes it only lists the tables that hold rows. It waits for locks as "up" does.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				switch {
@@ -109,8 +109,12 @@ messages take effect again) and positions. Without --yes it changes nothing. It 
 				case to > state.Current:
 					return usageError{fmt.Errorf("--to %d: the database has version %d; \"outbox-relay migrate up\" goes forward", to, state.Current)}
 				case to < state.Current && !yes:
-					return usageError{fmt.Errorf("migrate down from version %d to %d would lose what the removed tables hold (without claims, redelivered messages take effect again): "+
-						"\"outbox-relay status\" has the numbers; repeat it with --yes if that is meant", state.Current, to)}
+					var holds string
+					if err := conn.QueryRow(ctx, holdsSQL, s.Schema).Scan(&holds); err != nil {
+						return err
+					}
+					return usageError{fmt.Errorf("migrate down from version %d to %d would lose what the removed tables hold (without claims, redelivered messages take effect again); "+
+						"the schema has %s; repeat it with --yes if that is meant", state.Current, to, holds)}
 				}
 				if to < state.Current {
 					if err := migrations.To(ctx, conn, patient(cmd, s, lockWait), to); err != nil {
@@ -127,6 +131,11 @@ messages take effect again) and positions. Without --yes it changes nothing. It 
 	s.AddJSON(cmd)
 	return cmd
 }
+
+const holdsSQL = `-- migrate.holds
+SELECT coalesce(string_agg(format('%s (%s)', name, pg_size_pretty(bytes)), ', ' ORDER BY bytes DESC), 'no rows') FROM (
+  SELECT coalesce(pg_partition_root(oid), oid)::regclass AS name, sum(pg_table_size(oid)) AS bytes FROM pg_class
+  WHERE relnamespace = $1::text::regnamespace AND relkind = 'r' GROUP BY 1 HAVING sum(pg_relation_size(oid)) > 0) AS tables`
 
 // addVersionFlag adds a flag that has no default: the target keeps its value unless it is given.
 func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, usage string) {

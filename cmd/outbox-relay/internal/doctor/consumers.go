@@ -71,7 +71,8 @@ func (s *Status) notes(ctx context.Context, db operator.Querier, schema string) 
 		}
 	}
 	for _, p := range s.Paused {
-		s.Notes = append(s.Notes, pausedText(p)+fmt.Sprintf(": to end the pause, run \"outbox-relay consumer resume --group %s --topic %s\"", human.Word(p.Group), human.Word(p.Topic)))
+		s.Notes = append(s.Notes, fmt.Sprintf("topic %s is paused for group %s since %s by %s (%s): to end the pause, run \"outbox-relay consumer resume --group %s --topic %s\"",
+			oneLine(p.Topic), oneLine(p.Group), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why), human.Word(p.Group), human.Word(p.Topic)))
 	}
 	for _, r := range s.Requests {
 		s.Notes = append(s.Notes, requestText(r))
@@ -80,10 +81,6 @@ func (s *Status) notes(ctx context.Context, db operator.Querier, schema string) 
 		s.Notes = append(s.Notes, "unknown whether the topics of consumers exist: "+oneLine(s.KafkaError))
 	}
 	return nil
-}
-
-func pausedText(p consumers.Pause) string {
-	return fmt.Sprintf("topic %s is paused for group %s since %s by %s (%s)", oneLine(p.Topic), oneLine(p.Group), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why))
 }
 
 func requestText(r consumers.Request) string {

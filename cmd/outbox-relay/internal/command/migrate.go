@@ -133,9 +133,9 @@ messages take effect again) and positions. Without --yes it only lists the table
 }
 
 const holdsSQL = `-- migrate.holds
-SELECT coalesce(string_agg(format('%s (%s)', name, pg_size_pretty(bytes)), ', ' ORDER BY bytes DESC), 'no rows') FROM (
-  SELECT coalesce(pg_partition_root(oid), oid)::regclass AS name, sum(pg_table_size(oid)) AS bytes FROM pg_class
-  WHERE relnamespace = $1::text::regnamespace AND relkind = 'r' GROUP BY 1 HAVING sum(pg_relation_size(oid)) > 0) AS tables`
+SELECT coalesce(pg_catalog.string_agg(pg_catalog.format('%s (%s)', name, pg_catalog.pg_size_pretty(bytes)), ', ' ORDER BY bytes DESC), 'no rows') FROM (
+  SELECT coalesce(pg_partition_root(oid::regclass), oid::regclass) AS name, pg_catalog.sum(pg_table_size(oid::regclass)) AS bytes FROM pg_class
+  WHERE relnamespace = $1::text::regnamespace::oid AND relkind = 'r' GROUP BY 1 HAVING pg_catalog.sum(pg_relation_size(oid::regclass)) > 0::numeric) AS tables`
 
 // addVersionFlag adds a flag that has no default: the target keeps its value unless it is given.
 func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, usage string) {

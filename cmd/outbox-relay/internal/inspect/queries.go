@@ -81,7 +81,7 @@ SELECT now.snapshot, page.* FROM now LEFT JOIN (
 // historySQL reads the rows behind $4 that are visible in the snapshot $5.
 const historySQL = `-- inspect.history
 SELECT NULL::text, ` + tailColumns + ` FROM effectonce.outbox o
-WHERE o.seq > $4 AND ` + tailFilter + ` AND pg_visible_in_snapshot(o.txid, $5::text::pg_snapshot)
+WHERE o.seq > (SELECT $4::bigint) AND ` + tailFilter + ` AND pg_visible_in_snapshot(o.txid, $5::text::pg_snapshot)
 ORDER BY o.seq LIMIT $6`
 
 const positionsSQL = `-- inspect.positions

@@ -38,12 +38,12 @@ const CutPublished = `coalesce(o.seq <= cut.floor OR pg_visible_in_snapshot(o.tx
 // the first transaction id that no shard's last tick knows, $8 the transactions that those ticks name
 // as open, $9 how far the batches of shards are published (null: none is inside of one).
 //
-// Each part walks one index. Expressions hide from the planner what could make it take the other.
+// Each part walks one index. Subqueries hide where it begins: by outdated statistics, few rows were to be sorted.
 // Each part stops at $10 rows, so the cost is bounded whatever the backlog.
 const waitingRows = `WITH ` + CutCTE + `, page AS (
-  (SELECT 1 AS part, ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.txid >= $7::text::xid8 ORDER BY o.txid, o.seq LIMIT $10)
+  (SELECT 1 AS part, ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.txid >= (SELECT $7::text::xid8) ORDER BY o.txid, o.seq LIMIT $10)
   UNION ALL
-  (SELECT 2, ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.seq > $9 ORDER BY o.seq LIMIT $10)
+  (SELECT 2, ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.seq > (SELECT $9::bigint) ORDER BY o.seq LIMIT $10)
   UNION ALL
   (SELECT 3, o.* FROM pg_catalog.unnest($8::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
     SELECT ` + waitingColumns + ` FROM effectonce.outbox o WHERE o.txid = open.txid ORDER BY o.txid, o.seq LIMIT $10) o

@@ -138,6 +138,10 @@ func TestCountReadsOnlyWhatWaits(t *testing.T) {
 			plan := pgtest.Plan(t, conn, sql, args...)
 			assert.Regexp(t, `rows=1[05]\b`, plan)
 			assert.NotRegexp(t, `rows=\d{4}|Removed by Filter: \d{4}`, plan, "it reads none of the old rows")
+
+			exec(t, conn, "INSERT INTO effectonce.outbox (topic) SELECT 'newest' FROM generate_series(1, 30000)")
+			sql, args = pipeline.CountSQL(all, 100)
+			assert.NotRegexp(t, `rows=\d{4}`, pgtest.Plan(t, conn, sql, args...), "nor more than the limit of those that the statistics do not know")
 		})
 	}
 }

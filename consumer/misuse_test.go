@@ -294,7 +294,7 @@ func TestNothingReachesTheNextMessage(t *testing.T) {
 		"savepoint":   {a: `SAVEPOINT s`, c: `ROLLBACK TO SAVEPOINT s`, effects: 2, parked: 1},
 		"its own":     {b: `SAVEPOINT s`, c: `SAVEPOINT s -- again`, effects: 3},
 		"several":     {a: `SELECT 1; CREATE TEMP TABLE stage (v text)`, b: `SELECT 1; CREATE TEMP TABLE stage (v text)`, effects: 3},
-		"in several":  {a: `SELECT 1; SAVEPOINT s`, b: `SAVEPOINT s; ROLLBACK TO s`, effects: 1, parked: 2},
+		"in several":  {a: `SELECT 1; SAVEPOINT s`, b: `SAVEPOINT s; ROLLBACK TO s; SELECT 1`, c: "-- lock; release\nSELECT 1", effects: 3},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -149,6 +149,7 @@ func TestSavepointsTakePublishedMessagesAlong(t *testing.T) {
 			publish(ctx, tx, "kept 1"), run(`SAVEPOINT a`), publish(ctx, tx, "undone"), run(`ROLLBACK TO a -- back`),
 			publish(ctx, tx, "undone, too"), run(`rollback transaction to savepoint "a" ;`), publish(ctx, tx, "kept 2"), run(`RELEASE a`),
 			errUnless(errBad, pgx.BeginFunc(ctx, tx, func(nested pgx.Tx) error { return errors.Join(publish(ctx, nested, "undone by pgx"), errBad) })),
+			run(`SELECT 1; SAVEPOINT c`), publish(ctx, tx, "undone among several"), run(`SELECT 1; ROLLBACK TO c; SELECT 2`),
 			batch(`SAVEPOINT b`), publish(ctx, tx, "undone in a batch"), batch(`SELECT 1`, `/* x */ ROLLBACK TO SAVEPOINT b`),
 			effect(ctx, tx, msg))
 	}), nil)

@@ -424,7 +424,7 @@ func TestHolderThatAdvancesMeanwhileIsNoLossOfTheEnd(t *testing.T) {
 }
 
 // Property: a stop that interrupts an acquisition waits for its answer, so that the partition is released:
-// otherwise its next holder would try messages alone that nobody has begun. Row C11 of guarantees.md.
+// otherwise its next holder would try messages alone that were not begun. Row C11 of guarantees.md.
 func TestStoppedAcquisitionIsAnswered(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -237,36 +237,34 @@ func withTrace(headers []outbox.Header, parent *Message) []outbox.Header {
 // reach the next message.
 func (v *messageTx) Statement(sql string) {
 	t := v.tx
-	for _, one := range strings.Split(sql, ";")[1:] {
-		if verb, _ := handlertx.Verb(one); slices.Contains([]string{"savepoint", "release", "rollback"}, verb) {
+	for _, one := range handlertx.Statements(sql) {
+		verb, rest := handlertx.Verb(one)
+		switch at := t.marked(rest); {
+		case verb == "savepoint":
+			t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
+		case verb != "release" && verb != "rollback":
+		case at < 0: // it may be another message's
 			_ = v.Misused(errSavepoint)
+		case verb == "release":
+			t.marks = t.marks[:at]
+		default:
+			t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
 		}
-	}
-	verb, rest := handlertx.Verb(sql)
-	switch at := t.marked(rest); {
-	case verb == "savepoint":
-		t.marks = append(t.marks, mark{lastName(rest), len(t.collected)})
-	case verb != "release" && verb != "rollback":
-	case at < 0: // it may be another message's
-		_ = v.Misused(errSavepoint)
-	case verb == "release":
-		t.marks = t.marks[:at]
-	default:
-		t.collected, t.marks = t.collected[:t.marks[at].collected], t.marks[:at+1]
 	}
 	if changes, lasts := handlertx.Session(sql); changes || lasts { // it may be late, in a goroutine that was left behind
 		t.session, t.lasting = true, t.lasting || lasts
 	}
 }
 
-var errSavepoint = errors.New("what the handler published since a savepoint is not known: send SAVEPOINT, RELEASE and ROLLBACK TO as statements of their own, and roll back only to savepoints of the same message")
+var errSavepoint = errors.New("handler released, or rolled back to, a savepoint that it did not set for this message: what it has published since is not known")
 
 // lastName is the name at the end of a statement about a savepoint.
 func lastName(text string) string {
-	text, _, _ = strings.Cut(text, "--")
-	text, _, _ = strings.Cut(text, "/*")
-	text = strings.TrimRight(text, "; \t\r\n")
-	return strings.ToLower(strings.Trim(text[strings.LastIndexAny(text, " \t\r\n")+1:], `"`))
+	words := strings.Fields(text)
+	if len(words) == 0 {
+		return ""
+	}
+	return strings.ToLower(strings.Trim(words[len(words)-1], `"`))
 }
 
 // marked returns the index of the newest savepoint of that name; -1: there is none.

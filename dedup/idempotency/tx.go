@@ -180,7 +180,7 @@ func (t *transaction) runWork(ctx context.Context, work func(ctx context.Context
 			batch := &pgx.Batch{}
 			batch.Queue("SELECT pg_catalog.set_config('role', $1, true)", t.role)
 			t.o.queueLimits(batch, t.o.cfg.LockTimeout)
-			err = t.conn.SendBatch(ctx, batch).Close()
+			err = t.o.send(ctx, t.pooled, batch)
 		}
 		return err
 	}

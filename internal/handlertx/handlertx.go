@@ -354,14 +354,18 @@ func (r failedRows) RawValues() [][]byte                          { return nil }
 func (r failedRows) Conn() *pgx.Conn                              { return nil }
 func (r failedRows) TypeMap() *pgtype.Map                         { return nil }
 
-// Session reports whether a statement changes the session of the connection (role, setting, temporary
-// table, lock), which must not reach the next transaction, and whether the change would outlast this one.
+// Session reports whether a string of statements changes the session of the connection (role, setting,
+// temporary table, lock), which must not reach the next transaction, and whether the change would outlast
+// this one.
 func Session(sql string) (changes, lasts bool) {
-	if first, rest, several := strings.Cut(sql, ";"); several && strings.TrimSpace(rest) != "" {
-		changes, lasts = Session(first)
-		others, last := Session(rest)
-		return changes || others, lasts || last
+	for _, one := range Statements(sql) {
+		c, l := session(one)
+		changes, lasts = changes || c, lasts || l
 	}
+	return changes, lasts
+}
+
+func session(sql string) (changes, lasts bool) {
 	switch verb, rest := Verb(sql); verb {
 	case "set":
 		kind, _ := Verb(rest)

@@ -85,7 +85,7 @@ func createContainer(ctx context.Context, port int, request testcontainers.Conta
 		if created != nil {
 			err = errors.Join(err, created.Terminate(context.WithoutCancel(ctx)))
 		}
-		return nil, fmt.Errorf("create a container of %s (DOCKER_HOST=unix:///nonexistent does without): %w", request.Image, err)
+		return nil, fmt.Errorf("create a container of %s: %w", request.Image, err)
 	}
 	return &dockerContainer{Container: created, docker: provider.Client()}, nil
 }

@@ -70,6 +70,9 @@ func StartKafka(ctx context.Context, opts KafkaOptions) (*Kafka, error) {
 		name = "kfake"
 		err = k.inProcess(opts.Fake)
 	}
+	if err != nil && replaceable(ctx, kind) {
+		return embeddedInstead(err, func() (*Kafka, error) { opts.Embedded = true; return StartKafka(ctx, opts) })
+	}
 	if err != nil {
 		return nil, fmt.Errorf("start Kafka (%s): %w", kind, err)
 	}

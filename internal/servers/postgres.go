@@ -66,6 +66,9 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 			err = launch(ctx, func(port int) (*Server, error) { return p.fromBinaries(ctx, port, binaries, opts) })
 		}
 	}
+	if err != nil && replaceable(ctx, kind) {
+		return embeddedInstead(err, func() (*Postgres, error) { opts.Embedded = true; return StartPostgres(ctx, opts) })
+	}
 	if err != nil {
 		return nil, fmt.Errorf("start PostgreSQL (%s): %w", kind, err)
 	}

@@ -164,6 +164,24 @@ func choose(ctx context.Context, embedded bool, address string) (Kind, error) {
 	return KindEmbedded, ctx.Err()
 }
 
+// replaceable reports whether the embedded kind may replace a container that does not start: an
+// engine may answer without having the image, or a way to get it.
+func replaceable(ctx context.Context, kind Kind) bool {
+	return kind == KindContainer && ctx.Err() == nil && env("REQUIRE_CONTAINERS") != "1"
+}
+
+// embeddedInstead starts the embedded kind and puts the reason into its description.
+func embeddedInstead[S interface{ describe(note string) }](why error, start func() (S, error)) (S, error) {
+	server, err := start()
+	if err != nil {
+		return server, errors.Join(why, err)
+	}
+	server.describe(fmt.Sprintf("; a Docker engine answers, but no container starts: %.200s", strings.ReplaceAll(why.Error(), "\n", " ")))
+	return server, nil
+}
+
+func (s *Server) describe(note string) { s.Description += note }
+
 func env(name string) string {
 	return os.Getenv(name) //nolint:forbidigo // the environment names the servers, to tests and commands alike
 }

@@ -20,11 +20,7 @@ import (
 )
 
 // consumeBench is one run of Consume.
-type consumeBench struct {
-	*site
-
-	samples samples
-}
+type consumeBench struct{ *site }
 
 // load is a topic with its messages. Each group reads it from the start.
 type load struct {
@@ -40,8 +36,8 @@ func Consume(ctx context.Context, opts Options) (_ *Report, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, s.remove(ctx)) }()
-	b := &consumeBench{site: s, samples: samples{}}
-	if err := b.exec(ctx, "create the benchmark's tables", consumeTablesSQL); err != nil {
+	b := consumeBench{s}
+	if err := b.exec(ctx, "create the benchmark's tables", tablesSQL); err != nil {
 		return nil, err
 	}
 	// The textbook gets fewer messages, so that each run takes a second or more, and all of them
@@ -54,11 +50,15 @@ func Consume(ctx context.Context, opts Options) (_ *Report, err error) {
 	if err != nil {
 		return nil, err
 	}
-	for round := range b.Rounds {
-		if err := b.round(ctx, round, few, all); err != nil {
-			return nil, fmt.Errorf("round %d: %w", round+1, err)
-		}
+	if err := b.rounds(
+		b.variant(ctx, "textbook", few, b.textbook),
+		b.variant(ctx, "by_id", all, b.engine(consumer.DedupByID)),
+		b.variant(nodedup.With(ctx), "no_dedup", all, b.engine(consumer.DedupByID)),
+		b.variant(ctx, "by_position", all, b.engine(consumer.DedupByPosition)),
+	); err != nil {
+		return nil, err
 	}
+	b.compare("by_id", "no_dedup", all.messages, "bytes_per_message", "wal_bytes_per_message")
 	return newReport([]Figure{
 		{Key: "textbook", Text: "one message per transaction", Unit: messageRate},
 		{Key: "no_dedup", Text: "engine without claims", Unit: messageRate},
@@ -66,11 +66,11 @@ func Consume(ctx context.Context, opts Options) (_ *Report, err error) {
 		{Key: "by_position", Text: "engine by position", Unit: messageRate},
 		{Key: "bytes_per_message", Text: "claim: table and index", Unit: "bytes"},
 		{Key: "wal_bytes_per_message", Text: "claim: write-ahead log", Unit: "bytes"},
-	}, b.samples).sized("messages", opts.Messages, messagesTelling, opts.Rounds), nil
+	}, s.samples).sized("messages", opts.Messages, messagesTelling, opts.Rounds), nil
 }
 
 // load fills a topic.
-func (b *consumeBench) load(ctx context.Context, name string, messages int) (load, error) {
+func (b consumeBench) load(ctx context.Context, name string, messages int) (load, error) {
 	topic, err := b.topic(ctx, name, consumePartitions)
 	if err != nil {
 		return load{}, err
@@ -79,87 +79,13 @@ func (b *consumeBench) load(ctx context.Context, name string, messages int) (loa
 	return load{topic, messages}, b.produce(ctx, load{topic, messages})
 }
 
-// round runs every variant once. The order rotates, so that no variant always comes first.
-func (b *consumeBench) round(ctx context.Context, round int, few, all load) error {
-	var with, without footprint
-	turns := []func() error{
-		func() error {
-			_, err := b.turn(ctx, round, "textbook", few, b.textbook)
-			return err
-		},
-		func() (err error) {
-			with, err = b.turn(ctx, round, "by_id", all, b.engine(consumer.DedupByID))
-			return err
-		},
-		func() (err error) {
-			without, err = b.turn(nodedup.With(ctx), round, "no_dedup", all, b.engine(consumer.DedupByID))
-			return err
-		},
-		func() error {
-			_, err := b.turn(ctx, round, "by_position", all, b.engine(consumer.DedupByPosition))
-			return err
-		},
+// variant handles a load as a group of its own.
+func (b consumeBench) variant(ctx context.Context, key string, l load, run func(ctx context.Context, l load, group string) (float64, error)) func(int) error {
+	return func(round int) error {
+		return b.turn(ctx, key, l.messages, func(ctx context.Context) (float64, error) {
+			return run(ctx, l, b.group(key+"-"+strconv.Itoa(round)))
+		})
 	}
-	for i := range turns {
-		if err := turns[(i+round)%len(turns)](); err != nil {
-			return err
-		}
-	}
-	b.samples.add("bytes_per_message", float64(with.claims)/float64(all.messages))
-	if b.mayCheckpoint {
-		b.samples.add("wal_bytes_per_message", float64(with.wal-without.wal)/float64(all.messages))
-	}
-	return nil
-}
-
-// variant handles a load as a group, and returns its rate.
-type variant func(ctx context.Context, l load, group string) (float64, error)
-
-// footprint is the space that a run took, or what there is of it.
-type footprint struct{ claims, wal int64 }
-
-func (b *consumeBench) footprint(ctx context.Context) (f footprint, err error) {
-	if err = b.pool.QueryRow(ctx, b.sql(footprintSQL)).Scan(&f.claims, &f.wal); err != nil {
-		err = fmt.Errorf("read the size of processed_messages and of the write-ahead log: %w", err)
-	}
-	return f, err
-}
-
-// turn runs a variant in empty tables, right after a checkpoint, and returns the space that it
-// took. The write-ahead log is the whole server's: on a server with other work it is too high.
-func (b *consumeBench) turn(ctx context.Context, round int, key string, l load, run variant) (took footprint, err error) {
-	if err := errors.Join(b.exec(ctx, "empty the tables", forgetSQL), b.checkpoint(ctx)); err != nil {
-		return took, err
-	}
-	before, err := b.footprint(ctx)
-	if err != nil {
-		return took, err
-	}
-	rate, err := run(ctx, l, b.group(key+"-"+strconv.Itoa(round)))
-	if err != nil {
-		return took, fmt.Errorf("%s: %w", key, err)
-	}
-	// Before anything reads the tables: the first reader of a page may log it once more.
-	after, err := b.footprint(ctx)
-	if err != nil {
-		return took, err
-	}
-	return footprint{after.claims - before.claims, after.wal - before.wal}, b.finish(ctx, key, round, l, rate)
-}
-
-// finish keeps a run's figure if every message had its effect exactly once.
-func (b *consumeBench) finish(ctx context.Context, key string, round int, l load, rate float64) error {
-	var effects, different int
-	if err := b.pool.QueryRow(ctx, b.sql(effectsSQL)).Scan(&effects, &different); err != nil {
-		return fmt.Errorf("%s: count the effects: %w", key, err)
-	}
-	if effects != l.messages || different != l.messages {
-		return fmt.Errorf("%s: %d messages had %d effects, of %d messages: this is a bug, the figures are void; please report it",
-			key, l.messages, effects, different)
-	}
-	b.samples.add(key, rate)
-	b.note("round %d: %-14s %9.0f messages/s", round+1, key, rate)
-	return nil
 }
 
 // errAllDone stops a consumer that handled everything.
@@ -167,13 +93,13 @@ var errAllDone = errors.New("every message is handled")
 
 // engine is package consumer with a level of deduplication. It uses only defaults; the effects of a
 // batch go in one round trip.
-func (b *consumeBench) engine(level consumer.Dedup) variant {
+func (b consumeBench) engine(level consumer.Dedup) func(context.Context, load, string) (float64, error) {
 	return func(ctx context.Context, l load, group string) (float64, error) {
 		return b.consume(ctx, l, group, level)
 	}
 }
 
-func (b *consumeBench) consume(ctx context.Context, l load, group string, level consumer.Dedup) (float64, error) {
+func (b consumeBench) consume(ctx context.Context, l load, group string, level consumer.Dedup) (float64, error) {
 	pool, err := b.newPool(ctx, consumePartitions+2)
 	if err != nil {
 		return 0, err
@@ -217,8 +143,8 @@ const markEvery = time.Second
 // that inserts the ID, writes the effect if the ID was new, and commits; then the offset is marked.
 // The statements are prepared once, and the client commits offsets in the background, once a
 // second.
-func (b *consumeBench) textbook(ctx context.Context, l load, group string) (float64, error) {
-	conn, closeConn, err := b.Connect(ctx)
+func (b consumeBench) textbook(ctx context.Context, l load, group string) (float64, error) {
+	conn, closeConn, err := b.connect(ctx)
 	if err != nil {
 		return 0, err
 	}
@@ -281,7 +207,7 @@ func handleTextbook(ctx context.Context, conn *pgx.Conn, group string, record *k
 const idsPerMillisecond = 20
 
 // produce fills a topic. It returns when all messages are acknowledged.
-func (b *consumeBench) produce(ctx context.Context, l load) error {
+func (b consumeBench) produce(ctx context.Context, l load) error {
 	begin := time.Now().Add(-time.Duration(l.messages/idsPerMillisecond) * time.Millisecond)
 	produced := kgo.AbortingFirstErrPromise(b.Client)
 	for i := range l.messages {

@@ -25,10 +25,9 @@ func Judge(ctx context.Context, opts Options, n int, effects string) (err error)
 		return err
 	}
 	defer func() { err = errors.Join(err, s.remove(ctx)) }()
-	b := &consumeBench{site: s, samples: samples{}}
 	return errors.Join(
-		b.exec(ctx, "create tables", consumeTablesSQL),
-		b.exec(ctx, "make effects", effects),
-		b.finish(ctx, "by_id", 0, load{messages: n}, 1),
+		s.exec(ctx, "create tables", tablesSQL),
+		s.exec(ctx, "make effects", effects),
+		s.judge(ctx, "by_id", n),
 	)
 }

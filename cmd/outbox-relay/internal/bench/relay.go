@@ -31,7 +31,6 @@ type relayBench struct {
 	drained string // the topic of the backlog
 	// progress is the topic where the relay keeps its progress with exactly-once.
 	progress string
-	samples  samples
 }
 
 // producer returns the options with which every variant produces: those that the relay uses anyway
@@ -50,7 +49,7 @@ func Relay(ctx context.Context, opts Options) (_ *Report, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, s.remove(ctx)) }()
-	b := &relayBench{site: s, samples: samples{}}
+	b := &relayBench{site: s}
 	if b.drained, err = b.topic(ctx, "drain", relayPartitions); err != nil {
 		return nil, err
 	}
@@ -67,10 +66,14 @@ func Relay(ctx context.Context, opts Options) (_ *Report, err error) {
 	if err := b.fill(ctx); err != nil {
 		return nil, err
 	}
-	for round := range b.Rounds {
-		if err := b.round(ctx, round); err != nil {
-			return nil, err
-		}
+	nothing := func(context.Context) error { return nil }
+	if err := b.rounds(
+		b.drains(ctx, "skip_locked", b.refill, b.skipLocked),
+		b.drains(ctx, "bare_cursor", nothing, b.bareCursor),
+		b.drains(ctx, "relay", nothing, b.relay),
+		b.drains(ctx, "exactly_once", nothing, b.exactlyOnce),
+	); err != nil {
+		return nil, err
 	}
 	// Behind all drains, which would have to publish these messages, too.
 	for round := range b.Rounds {
@@ -85,7 +88,7 @@ func Relay(ctx context.Context, opts Options) (_ *Report, err error) {
 		{Key: "exactly_once", Text: "relay --exactly-once", Unit: rowRate},
 		{Key: "p50_ms", Text: "from commit to consumable", Unit: "ms", Digits: 2},
 		{Key: "p99_ms", Text: "from commit to consumable", Unit: "ms", Digits: 2},
-	}, b.samples).sized("rows", opts.Rows, rowsTelling, opts.Rounds), nil
+	}, s.samples).sized("rows", opts.Rows, rowsTelling, opts.Rounds), nil
 }
 
 // fillRows is how many rows one transaction of the backlog has.
@@ -112,34 +115,20 @@ func (b *relayBench) refill(ctx context.Context) error {
 	)
 }
 
-// drain is a way to send the backlog to Kafka. It returns when everything is acknowledged.
-type drain struct {
-	key     string
-	prepare func(ctx context.Context) error
-	run     func(ctx context.Context, round int) error
-}
-
-// round runs every variant once. The order rotates, so that no variant always comes first.
-func (b *relayBench) round(ctx context.Context, round int) error {
-	nothing := func(context.Context) error { return nil }
-	drains := []drain{
-		{"skip_locked", b.refill, b.skipLocked},
-		{"bare_cursor", nothing, b.bareCursor},
-		{"relay", nothing, b.relay},
-		{"exactly_once", nothing, b.exactlyOnce},
-	}
-	for i := range drains {
-		d := drains[(i+round)%len(drains)]
-		if err := b.measure(ctx, d, round); err != nil {
-			return fmt.Errorf("round %d: %s: %w", round+1, d.key, err)
+// drains returns a variant, which sends the backlog to Kafka. Its run returns when everything is
+// acknowledged.
+func (b *relayBench) drains(ctx context.Context, key string, prepare func(context.Context) error, run func(context.Context, int) error) func(int) error {
+	return func(round int) error {
+		if err := b.measure(ctx, key, round, prepare, run); err != nil {
+			return fmt.Errorf("%s: %w", key, err)
 		}
+		return nil
 	}
-	return nil
 }
 
 // measure runs one variant and counts the records that arrived.
-func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
-	if err := errors.Join(d.prepare(ctx), b.emptyTopic(ctx), b.checkpoint(ctx)); err != nil {
+func (b *relayBench) measure(ctx context.Context, key string, round int, prepare func(context.Context) error, run func(context.Context, int) error) error {
+	if err := errors.Join(prepare(ctx), b.emptyTopic(ctx), b.checkpoint(ctx)); err != nil {
 		return err
 	}
 	before, err := b.written(ctx)
@@ -147,7 +136,7 @@ func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
 		return err
 	}
 	begin := time.Now()
-	if err := d.run(ctx, round); err != nil {
+	if err := run(ctx, round); err != nil {
 		return err
 	}
 	elapsed := time.Since(begin)
@@ -155,12 +144,10 @@ func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
 	if err != nil {
 		return err
 	}
-	if got := after - before; got != int64(b.Rows) && (d.key != "exactly_once" || got < int64(b.Rows)) { // which writes markers, too
+	if got := after - before; got != int64(b.Rows) && (key != "exactly_once" || got < int64(b.Rows)) { // which writes markers, too
 		return fmt.Errorf("%d rows became %d records: this is a bug, the figures are void; please report it", b.Rows, got)
 	}
-	rate := float64(b.Rows) / elapsed.Seconds()
-	b.samples.add(d.key, rate)
-	b.note("round %d: %-15s %9.0f rows/s", round+1, d.key, rate)
+	b.rate(key, float64(b.Rows)/elapsed.Seconds())
 	return nil
 }
 
@@ -253,7 +240,7 @@ const pollRows = 3000
 // skipLocked is the poller of the textbook: lock a batch of waiting rows, produce them, delete
 // them, commit. There is only one: a second would break the order of a key.
 func (b *relayBench) skipLocked(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.Connect(ctx)
+	conn, closeConn, err := b.connect(ctx)
 	if err != nil {
 		return err
 	}
@@ -332,7 +319,7 @@ const cursorRows, cursorInFlight = 5000, 50_000
 // relay: it keeps no progress, and loses a transaction that commits late. As the relay does, it
 // reads the next page while it sends.
 func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.Connect(ctx)
+	conn, closeConn, err := b.connect(ctx)
 	if err != nil {
 		return err
 	}

@@ -38,6 +38,7 @@ type Figure struct {
 const (
 	messageRate = "messages/s"
 	rowRate     = "rows/s"
+	requestRate = "requests/s"
 )
 
 // newReport takes the samples of the figures. One that could not be measured is left out.
@@ -64,6 +65,8 @@ func (r *Report) sized(what string, have, telling, rounds int) *Report {
 
 // Median of the rounds, without digits that mean nothing.
 func (f Figure) Median() float64 { return f.rounded(percentile(f.Rounds, 0.5)) }
+
+func (f Figure) number(value float64) string { return fmt.Sprintf("%.*f", f.Digits, value) }
 
 func (f Figure) rounded(value float64) float64 {
 	unit := math.Pow10(f.Digits)
@@ -94,13 +97,12 @@ func (r *Report) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
 	_, _ = fmt.Fprintln(t, "\tmedian\tmin..max\tunit\tagainst the textbook") // a strings.Builder never fails
 	for _, f := range r.Figures {
-		number := func(value float64) string { return fmt.Sprintf("%.*f", f.Digits, value) }
 		against := ""
 		if textbook := r.Figures[0]; f.Unit == textbook.Unit {
 			against = fmt.Sprintf("%.2fx", f.Median()/textbook.Median())
 		}
-		_, _ = fmt.Fprintf(t, "%s (%s)\t%s\t%s..%s\t%s\t%s\n", f.Key, f.Text, number(f.Median()),
-			number(slices.Min(f.Rounds)), number(slices.Max(f.Rounds)), f.Unit, against)
+		_, _ = fmt.Fprintf(t, "%s (%s)\t%s\t%s..%s\t%s\t%s\n", f.Key, f.Text, f.number(f.Median()),
+			f.number(slices.Min(f.Rounds)), f.number(slices.Max(f.Rounds)), f.Unit, against)
 	}
 	_ = t.Flush()
 	for _, note := range r.Notes {

@@ -2,7 +2,10 @@ package bench
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -18,6 +21,8 @@ type site struct {
 
 	pool          *pgxpool.Pool
 	mayCheckpoint bool
+	samples       samples
+	took          map[string][]footprint // by variant, a round each
 }
 
 // newSite creates the schema. After an error nothing of it remains.
@@ -31,7 +36,7 @@ func newSite(ctx context.Context, opts Options) (*site, error) {
 		pool.Close()
 		return nil, err
 	}
-	return &site{Options: opts, Site: made, pool: pool, mayCheckpoint: true}, nil
+	return &site{Options: opts, Site: made, pool: pool, mayCheckpoint: true, samples: samples{}, took: map[string][]footprint{}}, nil
 }
 
 func (s *site) remove(ctx context.Context) error {
@@ -79,6 +84,99 @@ func (s *site) checkpoint(ctx context.Context) error {
 	return nil
 }
 
+// footprint is what a run took, or what there is of it.
+type footprint struct{ bytes, wal, xids int64 }
+
+func (s *site) footprint(ctx context.Context) (f footprint, err error) {
+	if err = s.pool.QueryRow(ctx, s.sql(footprintSQL)).Scan(&f.bytes, &f.wal, &f.xids); err != nil {
+		err = fmt.Errorf("read the sizes of the tables and of the write-ahead log: %w", err)
+	}
+	return f, err
+}
+
+// turn runs a variant in empty tables, right after a checkpoint, and keeps its rate if every effect
+// happened exactly once. The write-ahead log is the whole server's: on a server with other work it is
+// too high.
+func (s *site) turn(ctx context.Context, key string, effects int, run func(context.Context) (float64, error)) error {
+	if err := errors.Join(s.exec(ctx, "empty the tables", forgetSQL), s.checkpoint(ctx)); err != nil {
+		return err
+	}
+	before, err := s.footprint(ctx)
+	if err != nil {
+		return err
+	}
+	rate, err := run(ctx)
+	if err != nil {
+		return fmt.Errorf("%s: %w", key, err)
+	}
+	// Before anything reads the tables: the first reader of a page may log it once more.
+	after, err := s.footprint(ctx)
+	if err != nil {
+		return err
+	}
+	if err := s.judge(ctx, key, effects); err != nil {
+		return err
+	}
+	s.rate(key, rate)
+	s.took[key] = append(s.took[key], footprint{after.bytes - before.bytes, after.wal - before.wal, after.xids - before.xids})
+	return nil
+}
+
+// compare adds to the samples what a variant took more than another one, per message: of space, and
+// of write-ahead log.
+func (s *site) compare(key, less string, messages int, space, wal string) {
+	for round, took := range s.took[key] {
+		before := s.took[less][round]
+		s.samples.add(space, float64(took.bytes-before.bytes)/float64(messages))
+		if s.mayCheckpoint {
+			s.samples.add(wal, float64(took.wal-before.wal)/float64(messages))
+		}
+	}
+}
+
+func (s *site) rate(key string, perSecond float64) {
+	s.samples.add(key, perSecond)
+	s.note("%-14s %9.0f a second", key, perSecond)
+}
+
+// judge is the verdict on a run that should have had that many effects.
+func (s *site) judge(ctx context.Context, key string, want int) error {
+	var effects, different int
+	if err := s.pool.QueryRow(ctx, s.sql(effectsSQL)).Scan(&effects, &different); err != nil {
+		return fmt.Errorf("%s: count the effects: %w", key, err)
+	}
+	if effects != want || different != want {
+		return fmt.Errorf("%s: there are %d effects, %d of them different, instead of %d: this is a bug, the figures are void; please report it",
+			key, effects, different, want)
+	}
+	return nil
+}
+
+// rounds runs every variant once a round. The order rotates, so that no variant always comes first.
+func (s *site) rounds(variants ...func(round int) error) error {
+	for round := range s.Rounds {
+		s.note("round %d", round+1)
+		for i := range variants {
+			if err := variants[(i+round)%len(variants)](round); err != nil {
+				return fmt.Errorf("round %d: %w", round+1, err)
+			}
+		}
+	}
+	return nil
+}
+
+// distant is a connection to a server that is as far away.
+type distant struct {
+	net.Conn
+
+	away time.Duration
+}
+
+func (c distant) Write(b []byte) (int, error) {
+	<-time.After(c.away)
+	return c.Conn.Write(b)
+}
+
 // newPool creates a pool for one run, so that every variant prepares its own statements.
 func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, error) {
 	config, err := pgxpool.ParseConfig(s.DatabaseURL)
@@ -86,11 +184,35 @@ func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, err
 		return nil, fmt.Errorf("database URL: %w", err)
 	}
 	config.MaxConns = int32(connections)
+	if s.Delay > 0 {
+		dial := config.ConnConfig.DialFunc
+		config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+			conn, err := dial(ctx, network, address)
+			return distant{conn, s.Delay}, err
+		}
+	}
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
 	}
 	return pool, nil
+}
+
+// connect opens the connection of a run that needs one. The function closes it.
+func (s *site) connect(ctx context.Context) (*pgx.Conn, func(), error) {
+	pool, err := s.newPool(ctx, 1)
+	if err != nil {
+		return nil, nil, err
+	}
+	conn, err := pool.Acquire(ctx)
+	if err != nil {
+		pool.Close()
+		return nil, nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	return conn.Conn(), func() {
+		conn.Release()
+		pool.Close()
+	}, nil
 }
 
 // Bounds and defaults of Options: the flags have them.
@@ -103,9 +225,20 @@ const (
 	RowsDefault = 500_000
 	RowsMax     = 5_000_000
 
+	RequestsMin     = 2000
+	RequestsDefault = 20_000
+	RequestsMax     = 5_000_000
+
+	StatementsMin     = 2
+	StatementsDefault = 2
+	StatementsMax     = 50
+
+	DelayMax = 100 * time.Millisecond
+
 	// Below these the start and the end of a run are a good part of it: ratios are random.
 	messagesTelling = 50_000
 	rowsTelling     = 100_000
+	requestsTelling = 10_000
 
 	RoundsMin     = 1
 	RoundsDefault = 3
@@ -120,7 +253,7 @@ const (
 	keysDistinct      = 1000
 )
 
-// Options are the options of Consume and Relay.
+// Options are the options of Consume, Relay and Keys.
 type Options struct {
 	// DatabaseURL is the URL of the PostgreSQL database. The benchmark creates its own schema there
 	// and drops it.
@@ -134,6 +267,10 @@ type Options struct {
 	Messages int
 	// Rows of the backlog that each variant of Relay drains.
 	Rows int
+	// Requests that each variant of Keys executes in a round, and Statements of their work.
+	Requests, Statements int
+	// Delay of everything that a variant sends to PostgreSQL, as by a network.
+	Delay time.Duration
 	// Rounds in which the variants take turns.
 	Rounds int
 	// Progress gets one line at a time.

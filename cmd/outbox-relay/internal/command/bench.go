@@ -3,7 +3,10 @@
 package command
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -16,13 +19,13 @@ import (
 func newBench(s *cli.Settings) *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "bench",
-		Short: "Measure the consumer or the relay against the textbook way",
-		Long: `Measure the consumer or the relay against the textbook way, in turns in one run.
+		Short: "Measure the consumer, the relay or idempotency keys against the textbook way",
+		Long: `Measure the consumer, the relay or idempotency keys against the textbook way, in turns in one run.
 
 Without addresses it starts PostgreSQL (downloaded at the first run) and an in-process Kafka. With
 --database-url and --brokers it uses a schema, topics and groups of its own there, and removes them at
 the end. Run it on an idle machine; only the ratios count.`,
-	}, newBenchConsume(s), newBenchRelay(s))
+	}, newBenchConsume(s), newBenchKeys(s), newBenchRelay(s))
 }
 
 func newBenchConsume(s *cli.Settings) *cobra.Command {
@@ -47,6 +50,32 @@ fsync, a disk with a write cache), else large.`,
 		})
 }
 
+func newBenchKeys(s *cli.Settings) *cobra.Command {
+	b := &benchmark{Settings: s, measure: bench.Keys}
+	cmd := b.command("requests", &b.options.Requests, bench.RequestsDefault, bench.RequestsMin, bench.RequestsMax, "requests per round", &cobra.Command{
+		Use:   "keys",
+		Short: "Measure requests per second under idempotency keys",
+		Long: `Measure requests per second under idempotency keys, 32 at a time. A request inserts effects and updates one of
+10,000 accounts; its response has 200 bytes. Figures are medians of the rounds.
+
+  without         the work alone
+  textbook        one transaction: insert the key, the work, store the response
+  once            Operation.Once; the request is compared with the key's
+  flow            Flow.Do: a call that takes no time, then the work
+  replay          Operation.Once, with one of 1,000 finished keys
+
+  bytes_per_key      growth of the table and its indexes
+  wal_bytes_per_key  write-ahead log per key: once less without, each right after a checkpoint; of the whole
+                     server, so too high on a busy one; needs the right to run CHECKPOINT
+  xids_per_key       transaction IDs per key, beside the work's own
+  forgotten          keys per second that the reaper forgets
+
+Round trips are what a key costs: compare with --delay, as between real servers.`,
+	})
+	cli.AddInt(cmd.Flags(), &b.options.Statements, "statements", bench.StatementsDefault, bench.StatementsMin, bench.StatementsMax, "statements of a request")
+	return cmd
+}
+
 func newBenchRelay(s *cli.Settings) *cobra.Command {
 	b := &benchmark{Settings: s, measure: bench.Relay}
 	return b.command("rows", &b.options.Rows, bench.RowsDefault, bench.RowsMin, bench.RowsMax, "rows of the backlog", &cobra.Command{
@@ -67,6 +96,7 @@ payload and one of 1,000 keys. All variants produce with the same settings. Figu
 type benchmark struct {
 	*cli.Settings
 	options bench.Options
+	plot    string // a file; empty: none
 	measure func(context.Context, bench.Options) (*bench.Report, error)
 }
 
@@ -76,6 +106,11 @@ func (b *benchmark) command(size string, value *int, standard, lowest, highest i
 	cli.PlainKafka(cmd)
 	cli.AddInt(cmd.Flags(), value, size, standard, lowest, highest, usage)
 	cli.AddInt(cmd.Flags(), &b.options.Rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
+	cli.AddDuration(cmd.Flags(), &b.options.Delay, "delay", 0, 0, bench.DelayMax, "time that PostgreSQL is away, as by a network")
+	cli.AddText(cmd.Flags(), "plot", plotNameMax, "write the figures to this file as well, as an SVG picture", func(file string) error {
+		b.plot = file
+		return b.writePlot(nil) // a wrong name is refused now, not after minutes
+	})
 	b.AddJSON(cmd)
 	cmd.Flags().Lookup("json").Usage = "print one line of JSON instead of the table"
 	return cmd
@@ -85,6 +120,24 @@ func (b *benchmark) command(size string, value *int, standard, lowest, highest i
 // durability above all, keeps its default.
 func checkpointsAway() map[string]string {
 	return map[string]string{"max_wal_size": "8GB", "checkpoint_timeout": "1h"}
+}
+
+const plotNameMax = 4096
+
+// writePlot replaces the picture; nil makes an empty file where there is none.
+func (b *benchmark) writePlot(picture []byte) error {
+	if b.plot == "" {
+		return nil
+	}
+	file, err := os.OpenFile(b.plot, os.O_CREATE|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	if picture != nil {
+		_, err = file.Write(picture)
+		err = errors.Join(err, file.Truncate(int64(len(picture))))
+	}
+	return errors.Join(err, file.Close())
 }
 
 func (b *benchmark) run(cmd *cobra.Command) (err error) {
@@ -103,6 +156,10 @@ func (b *benchmark) run(cmd *cobra.Command) (err error) {
 		return err
 	}
 	found.Postgres, found.Kafka, found.Took = on.postgres.Description, on.kafka.Description, time.Since(begin)
+	var picture bytes.Buffer
+	if err := errors.Join(found.WritePlot(&picture), b.writePlot(picture.Bytes())); err != nil {
+		return err
+	}
 	if b.JSON {
 		return terminal.PrintJSON(cmd.OutOrStdout(), found)
 	}

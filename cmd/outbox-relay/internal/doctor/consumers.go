@@ -200,8 +200,8 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s: %s", c.Name, c.Behind.text(), c.Behind.remedy(c.Group)))
 		}
 		if n := c.parked(); n > 0 && all > parkedMax {
-			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s%s parked, %s held, the oldest for %s: see \"outbox-relay parked list\"",
-				c.Name, atLeast(c.ParkedExact), human.Count(n, "message"), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s%s parked, %s%s held, the oldest for %s: see \"outbox-relay parked list\"",
+				c.Name, atLeast(c.ParkedExact), human.Count(n, "message"), atLeast(c.ParkedExact), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
 		}
 	}
 }

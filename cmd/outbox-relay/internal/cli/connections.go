@@ -188,8 +188,13 @@ func (s *Settings) usePassword(_ context.Context, config *pgx.ConnConfig) error 
 	return nil
 }
 
-// DatabaseAddress returns the URL, for code that only takes one. It is a secret: print Target.
-func (s *Settings) DatabaseAddress() string { return s.databaseURL.reveal() }
+// DatabaseAddress returns the URL, for code that only takes one, or an empty text. It is a secret: print Target.
+func (s *Settings) DatabaseAddress() string {
+	if s.pool == nil {
+		return ""
+	}
+	return s.pool.ConnString()
+}
 
 // settingsFileBytesMax is far above any password, token, key or list of authorities.
 const settingsFileBytesMax = 4 << 20

@@ -302,13 +302,6 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 	})
 }
 
-// window is how long a consumer recognises redelivered messages.
-type window struct {
-	Name   string
-	Topics []string
-	Keeps  *float64 // seconds; nil: forever
-}
-
 // parkedAt is a partition with parked messages.
 type parkedAt struct {
 	Topic     string
@@ -327,11 +320,11 @@ type heldBack struct {
 // dedup windows with the retention of the topics, parked messages with the partitions that exist,
 // positions with the groups that still exist. ctx limits how long it waits for brokers.
 func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, schema string) []Finding {
-	windows, err := operator.Rows(ctx, db, "read consumers", schema, windowsSQL, pgx.RowToStructByPos[window])
+	all, err := consumers.Registered(ctx, db, schema)
 	if err != nil {
 		return broken("consumers", err)
 	}
-	if len(windows) == 0 {
+	if len(all) == 0 {
 		return []Finding{ok("consumers", "none is registered")}
 	}
 	parked, err := operator.Rows(ctx, db, "read partitions of parked messages", schema, parkedPartitionsSQL, pgx.RowToStructByPos[parkedAt], pipeline.CountMax)
@@ -340,8 +333,8 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 		return broken("consumers", err)
 	}
 	names := map[string]bool{}
-	for _, w := range windows {
-		for _, topic := range w.Topics {
+	for _, c := range all {
+		for _, topic := range c.Topics {
 			names[topic] = true
 		}
 	}
@@ -357,7 +350,7 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 			return broken("consumers", err)
 		}
 	}
-	found := append(examineWindows(ctx, admin, windows, details), examineNames(windows, details, replicasOfNew(ctx, admin))...)
+	found := append(examineWindows(ctx, admin, all, details), examineNames(all, details, replicasOfNew(ctx, admin))...)
 	found = append(found, examineParked(parked, details)...)
 	if len(held) > 0 {
 		var groups kadm.ListedGroups
@@ -374,11 +367,11 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 }
 
 // examineNames finds topics that do not exist: a consumer of one waits forever.
-func examineNames(windows []window, details kadm.TopicDetails, replicas int) (found []Finding) {
-	for _, w := range windows {
-		for _, topic := range w.Topics {
+func examineNames(all []consumers.Consumer, details kadm.TopicDetails, replicas int) (found []Finding) {
+	for _, c := range all {
+		for _, topic := range c.Topics {
 			if consumers.Absent(details, topic) {
-				found = append(found, warn("consumer "+w.Name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
+				found = append(found, warn("consumer "+c.Name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
 					"topic %s does not exist: was it deleted, or is its name misspelt? The consumer gets no messages from it", topic))
 			}
 		}
@@ -387,7 +380,7 @@ func examineNames(windows []window, details kadm.TopicDetails, replicas int) (fo
 }
 
 // examineWindows checks whether Kafka may redeliver messages that a consumer no longer recognises.
-func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, details kadm.TopicDetails) []Finding {
+func examineWindows(ctx context.Context, admin *kadm.Client, all []consumers.Consumer, details kadm.TopicDetails) []Finding {
 	retention, bytes := map[string]time.Duration{}, map[string]int64{}
 	var existing []string
 	for name, d := range details {
@@ -410,15 +403,15 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 		}
 	}
 	var found []Finding
-	for _, w := range windows {
-		check := "consumer " + w.Name
-		if w.Keeps == nil {
+	for _, c := range all {
+		check := "consumer " + c.Name
+		if c.Window == nil {
 			found = append(found, ok(check, "it recognises duplicates forever"))
 			continue
 		}
-		keeps := time.Duration(*w.Keeps * float64(time.Second))
+		keeps := time.Duration(*c.Window * float64(time.Second))
 		short := false
-		for _, topic := range w.Topics {
+		for _, topic := range c.Topics {
 			kept, known := retention[topic]
 			if !known || kept <= keeps {
 				continue

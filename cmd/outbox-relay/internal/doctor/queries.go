@@ -58,9 +58,6 @@ FROM effectonce.consumers c CROSS JOIN LATERAL (
   FROM effectonce.parked_messages m WHERE m.consumer = c.id LIMIT $1) p
 GROUP BY c.name, p.reason`
 
-const windowsSQL = `-- doctor.windows
-SELECT name, topics, extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers ORDER BY name`
-
 const parkedPartitionsSQL = `-- doctor.parked_partitions
 SELECT topic, partition, count(*) FROM (SELECT topic, partition FROM effectonce.parked_messages LIMIT $1) p
 GROUP BY topic, partition ORDER BY topic, partition`
@@ -166,8 +163,3 @@ FROM (
 ) undecided`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
-
-// sequencesSQL reports whether numbers were assigned twice: see migrations/0001, "A sequence that
-// is behind".
-const sequencesSQL = `-- doctor.sequences
-SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state()`

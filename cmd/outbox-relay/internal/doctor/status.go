@@ -18,6 +18,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/relay"
 )
 
 // troubleMax bounds how many halted partitions are listed.
@@ -113,15 +114,15 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 		return nil, err
 	}
 	s.judge(opts.AgeMax)
-	behind, err := readSequences(ctx, db, schema)
+	sequences, err := relay.ReadSequences(ctx, db, schema)
 	switch {
 	case pgerr.Is(err, pgerr.InsufficientPrivilege): // a role that only reads
 		s.Notes = append(s.Notes, "unknown whether a sequence went back: this role may not execute outbox_sequence_state")
 	case err != nil:
 		return nil, err
 	}
-	if behind != "" {
-		s.Problems = append(s.Problems, behind+": run \""+repairCommand+"\"")
+	if behind := sequencesBehind(sequences); behind != "" {
+		s.Problems = append(s.Problems, behind+": run \"outbox-relay repair\"")
 	}
 	s.judgeReplicas()
 	if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
@@ -416,25 +417,17 @@ func age(seconds float64) time.Duration {
 	return d.Round(time.Second)
 }
 
-const repairCommand = "outbox-relay repair"
-
-// readSequences describes how a sequence of the outbox is behind the numbers that rows or ticks
+// sequencesBehind describes how a sequence of the outbox is behind the numbers that rows or ticks
 // have. Empty: none is.
-func readSequences(ctx context.Context, db operator.Querier, schema string) (behind string, err error) {
-	var is bool
-	var last, known, tick, tickKnown int64
-	var reused *int64
-	if err := db.QueryRow(ctx, inSchema(sequencesSQL, schema)).Scan(&is, &last, &known, &tick, &tickKnown, &reused); err != nil {
-		return "", fmt.Errorf("check the outbox's sequences: %w", err)
-	}
+func sequencesBehind(s relay.Sequences) string {
 	const cause = "caused by a copy by logical replication, TRUNCATE … RESTART IDENTITY, or setval"
 	switch {
-	case !is:
-		return "", nil
-	case last < known:
-		return fmt.Sprintf("the sequence of outbox.seq is at %d, and %d was given before: rows would be taken for published (%s)", last, known, cause), nil
-	case reused != nil:
-		return fmt.Sprintf("the row with seq %d has a number that was given before: it would be taken for published (%s)", *reused, cause), nil
+	case !s.Behind:
+		return ""
+	case s.SeqLast < s.SeqKnown:
+		return fmt.Sprintf("the sequence of outbox.seq is at %d, and %d was given before: rows would be taken for published (%s)", s.SeqLast, s.SeqKnown, cause)
+	case s.Reused != nil:
+		return fmt.Sprintf("the row with seq %d has a number that was given before: it would be taken for published (%s)", *s.Reused, cause)
 	}
-	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", tick, tickKnown, cause), nil
+	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", s.TickLast, s.TickKnown, cause)
 }

@@ -98,12 +98,8 @@ func (f *Filter) Narrows() bool {
 }
 
 func (f *Filter) args(behind bool, more ...any) []any {
-	var ids [][16]byte
-	for _, id := range f.IDs {
-		ids = append(ids, id)
-	}
 	return append([]any{
-		f.Seqs, ids, []byte(f.Key), f.Topic, f.Relay, f.Consumer, f.Group, f.Reason, f.State, f.OlderThan, f.YoungerThan, f.Behind || behind,
+		f.Seqs, f.IDs, []byte(f.Key), f.Topic, f.Relay, f.Consumer, f.Group, f.Reason, f.State, f.OlderThan, f.YoungerThan, f.Behind || behind,
 	}, more...)
 }
 
@@ -134,12 +130,9 @@ func (f *Filter) Find(ctx context.Context, db operator.Querier, schema string) e
 		return nil
 	}
 	sql, args := findArgs(f.Name)
-	seqs, err := operator.Rows(ctx, db, "find messages", schema, sql, pgx.RowTo[int64], args...)
-	if err != nil {
-		return err
-	}
-	f.Seqs = append([]int64{}, seqs...) // none is not the same as any
-	return nil
+	var err error
+	f.Seqs, err = operator.Rows(ctx, db, "find messages", schema, sql, pgx.RowTo[int64], args...) // none is not the same as any
+	return err
 }
 
 func findArgs(text string) (sql string, args []any) {
@@ -150,11 +143,11 @@ func findArgs(text string) (sql string, args []any) {
 			return parkedFindAtSQL, []any{parts[0], partition, offset}
 		}
 	}
-	var id *[16]byte
+	var id *uuid.UUID
 	if parsed, err := uuid.Parse(text); err == nil {
-		id = (*[16]byte)(&parsed)
+		id = &parsed
 	} else if carried := dedup.MessageID("", []byte(text)); carried[0]&0x80 == 0 {
-		id = (*[16]byte)(&carried) // a ULID: it does not depend on the scope
+		id = &carried // a ULID: it does not depend on the scope
 	}
 	return parkedFindSQL, []any{id, text}
 }

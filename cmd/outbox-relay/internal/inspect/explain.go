@@ -63,7 +63,7 @@ type Row struct {
 	CreatedAt    time.Time `json:"created_at"`
 	PayloadBytes *int64    `json:"payload_bytes"` // null: a tombstone
 	// States has its state by relay: published, waiting or dead.
-	States map[string]string `json:"states"`
+	States map[string]string `db:"-" json:"states"`
 }
 
 // States of a row.
@@ -235,7 +235,7 @@ func (e *explainer) readRows(ctx context.Context) error {
 	e.out.Outbox = append(e.out.Outbox, rows...)
 	dead, deadErr := held.Dead.List(ctx, e.db, e.Schema, held.Filter{IDs: fresh, Behind: true}, rowsMax)
 	e.out.Dead = append(e.out.Dead, dead...)
-	scheduled, scheduledErr := e.scheduled(ctx, fresh)
+	scheduled, scheduledErr := query(ctx, e, "messages for later", scheduledSQL, pgx.RowToStructByPos[Scheduled], fresh)
 	e.out.Scheduled = append(e.out.Scheduled, scheduled...)
 	for _, row := range rows {
 		e.addScope(row.Topic)

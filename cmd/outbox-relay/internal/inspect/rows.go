@@ -21,30 +21,13 @@ import (
 // rowsMax bounds how many rows of a kind are found.
 const rowsMax = 1000
 
-// asBytes converts IDs to statement arguments.
-func asBytes(ids []uuid.UUID) [][16]byte {
-	all := make([][16]byte, len(ids))
-	for i, id := range ids {
-		all[i] = id
-	}
-	return all
-}
-
 // query reads rows of a section, which an error names.
 func query[T any](ctx context.Context, e *explainer, section, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
 	return operator.Rows(ctx, e.db, "read "+section, e.Schema, sql, scan, args...)
 }
 
 func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
-	return query(ctx, e, "the outbox", rowsSQL, func(row pgx.CollectableRow) (Row, error) {
-		r := Row{States: map[string]string{}}
-		err := row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
-		return r, err
-	}, asBytes(ids), above)
-}
-
-func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
-	return query(ctx, e, "messages for later", scheduledSQL, pgx.RowToStructByPos[Scheduled], asBytes(ids))
+	return query(ctx, e, "the outbox", rowsSQL, pgx.RowToStructByPos[Row], ids, above)
 }
 
 // states reads what each relay did with the rows.
@@ -52,13 +35,13 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 	if len(rows) == 0 {
 		return nil
 	}
+	var seqs []int64
+	for i := range rows {
+		seqs, rows[i].States = append(seqs, rows[i].Seq), map[string]string{}
+	}
 	cuts, err := pipeline.Cuts(ctx, e.db, e.Schema)
 	if err != nil {
 		return err
-	}
-	var seqs []int64
-	for _, row := range rows {
-		seqs = append(seqs, row.Seq)
 	}
 	for name, cut := range cuts {
 		published, err := operator.Rows(ctx, e.db, fmt.Sprintf("read what relay %q has published", name), e.Schema, publishedSQL, pgx.RowTo[int64], cut.Args(seqs)...)
@@ -107,7 +90,7 @@ func (e *explainer) readRules(ctx context.Context) error {
 }
 
 func (e *explainer) readClaims(ctx context.Context) (err error) {
-	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, pgx.RowToStructByPos[Claim], asBytes(e.names.sorted()))
+	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, pgx.RowToStructByPos[Claim], e.names.sorted())
 	return err
 }
 
@@ -123,7 +106,7 @@ func (e *explainer) readParked(ctx context.Context) error {
 	for i, place := range places {
 		topics[i], partitions[i], offsets[i] = place.Topic, place.Partition, place.Offset
 	}
-	seqs, err := query(ctx, e, "parked messages", parkedSQL, pgx.RowTo[int64], asBytes(e.names.sorted()), topics, partitions, offsets)
+	seqs, err := query(ctx, e, "parked messages", parkedSQL, pgx.RowTo[int64], e.names.sorted(), topics, partitions, offsets)
 	if err != nil || len(seqs) == 0 {
 		return err
 	}

@@ -31,19 +31,14 @@ const clockSlack = time.Minute
 // errEnough ends a scan before its end.
 var errEnough = errors.New("enough")
 
-func newRecord(r *kgo.Record, texts []string) Record {
-	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
-	if r.Value != nil {
-		n := int64(len(r.Value))
-		found.PayloadBytes = &n
-	}
-	return found
-}
-
 // addRecord adds a record of the message, with the IDs that it carries.
 func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
 	texts, scope := e.carried(r)
-	e.out.Records = append(e.out.Records, newRecord(r, texts))
+	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
+	if r.Value != nil {
+		found.PayloadBytes = new(int64(len(r.Value)))
+	}
+	e.out.Records = append(e.out.Records, found)
 	e.addScope(scope)
 	for _, text := range texts {
 		e.names.addText(text)
@@ -82,8 +77,7 @@ func HashOf(key []byte) int32 {
 type target struct {
 	topic string
 	since time.Time
-	key   []byte
-	keyed bool // only the key's partition
+	key   []byte // only its partition; nil: all
 }
 
 // targets returns where the outbox row says the message goes, else every topic that a consumer
@@ -91,13 +85,13 @@ type target struct {
 func (e *explainer) targets(ctx context.Context) (all []target, err error) {
 	if len(e.Topics) == 0 {
 		for _, row := range e.out.Outbox {
-			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key})
 		}
 		for _, row := range e.out.Dead {
-			all = append(all, target{topic: row.Topic, since: row.HeldAt.Add(-24 * time.Hour), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.HeldAt.Add(-24 * time.Hour), key: row.Key})
 		}
 		for _, row := range e.out.Scheduled { // a scheduled message is in no topic
-			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key})
 		}
 		if len(all) > 0 {
 			return all, nil
@@ -162,7 +156,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 	if len(extent) == 0 && !slices.Contains(search.Missing, t.topic) {
 		search.Missing = append(search.Missing, t.topic)
 	}
-	if p, one := PartitionOf(t.key, len(extent)); t.keyed && one {
+	if p, one := PartitionOf(t.key, len(extent)); one {
 		extent = topicscan.Extent{p: extent[p]}
 	}
 	err = topicscan.Scan(ctx, e.kafka.Options, map[string]topicscan.Extent{t.topic: extent}, func(r *kgo.Record) error {
@@ -236,7 +230,7 @@ func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	if at.State != "" {
 		return at, nil, nil
 	}
-	record, err := k.first(ctx, place)
+	record, err := k.first(ctx, place, kgo.ReadUncommitted())
 	if err != nil {
 		return nil, nil, err
 	}
@@ -246,7 +240,7 @@ func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	case record.Attrs.IsControl():
 		at.State = PlaceControl
 	default:
-		at.State, err = k.committed(ctx, place, span)
+		at.State, err = k.committed(ctx, place)
 	}
 	if err != nil || at.State != PlaceRecord && at.State != PlaceOpen {
 		return at, nil, err
@@ -263,11 +257,11 @@ func (k *Kafka) topicID(ctx context.Context, topic string) (uuid.UUID, error) {
 	return uuid.UUID(topics[topic].ID), nil
 }
 
-// first reads the first record at or after a place, whatever the outcome of its transaction.
-func (k *Kafka) first(ctx context.Context, place Place) (*kgo.Record, error) {
+// first reads the first record at or after a place that the isolation level shows.
+func (k *Kafka) first(ctx context.Context, place Place, level kgo.IsolationLevel) (*kgo.Record, error) {
 	client, err := kgo.NewClient(append(k.Options[:len(k.Options):len(k.Options)],
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{place.Topic: {place.Partition: kgo.NewOffset().At(place.Offset)}}),
-		kgo.FetchIsolationLevel(kgo.ReadUncommitted()),
+		kgo.FetchIsolationLevel(level),
 		kgo.KeepControlRecords(),
 	)...)
 	if err != nil {
@@ -286,7 +280,7 @@ func (k *Kafka) first(ctx context.Context, place Place) (*kgo.Record, error) {
 }
 
 // committed distinguishes a record that consumers get from records of open or aborted transactions.
-func (k *Kafka) committed(ctx context.Context, place Place, span topicscan.Span) (PlaceState, error) {
+func (k *Kafka) committed(ctx context.Context, place Place) (PlaceState, error) {
 	stable, err := kadm.NewClient(k.Client).ListCommittedOffsets(ctx, place.Topic)
 	if err == nil {
 		err = stable.Error()
@@ -294,22 +288,12 @@ func (k *Kafka) committed(ctx context.Context, place Place, span topicscan.Span)
 	if err != nil {
 		return "", fmt.Errorf("ask which transactions of topic %s are open: %w", place.Topic, err)
 	}
-	if end, some := stable.Lookup(place.Topic, place.Partition); some {
-		span.End = min(span.End, end.Offset)
-	}
-	if place.Offset >= span.End {
+	if end, some := stable.Lookup(place.Topic, place.Partition); some && place.Offset >= end.Offset {
 		return PlaceOpen, nil
 	}
-	state := PlaceAborted
-	span.From = place.Offset
-	err = topicscan.Scan(ctx, k.Options, map[string]topicscan.Extent{place.Topic: {place.Partition: span}}, func(r *kgo.Record) error {
-		if r.Offset == place.Offset {
-			state = PlaceRecord
-		}
-		return errEnough // the first record is enough
-	})
-	if err != nil && !errors.Is(err, errEnough) {
-		return "", err
+	record, err := k.first(ctx, place, kgo.ReadCommitted()) // at the latest the end of its transaction
+	if err != nil || record.Offset == place.Offset {
+		return PlaceRecord, err
 	}
-	return state, nil
+	return PlaceAborted, nil
 }

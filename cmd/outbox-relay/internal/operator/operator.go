@@ -39,7 +39,7 @@ type DB interface {
 	Beginner
 }
 
-// Rows returns what a statement for a schema reads. Errors begin with what.
+// Rows returns what a statement for a schema reads: an empty slice, and not nil, if that is nothing. Errors begin with what.
 func Rows[T any](ctx context.Context, db Querier, what, schema, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
 	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)
 	if err == nil {

@@ -38,7 +38,7 @@ type claims struct {
 }
 
 type pending struct {
-	ids     [][16]byte
+	ids     []uuid.UUID
 	records []int // for each ID the index in places: a record has an ID by each rule
 	places  []inspect.Place
 }
@@ -146,7 +146,7 @@ func (r *run) lookForClaims(ctx context.Context, topic string) error {
 		return err
 	}
 	for _, record := range unclaimed {
-		id := uuid.UUID(waiting.ids[slices.Index(waiting.records, record)])
+		id := waiting.ids[slices.Index(waiting.records, record)]
 		r.found(&r.report.Unclaimed, "message %s at %s is before the position of group %s, but not claimed", id, waiting.places[record], r.Group)
 	}
 	r.report.Claimed += int64(len(waiting.places))

@@ -162,16 +162,15 @@ type spill[T any] struct {
 	buffer  []byte
 }
 
-func newSpill[T any](dir, name string) (*spill[T], error) {
-	s := &spill[T]{}
+func (s *spill[T]) create(dir, name string) error {
 	for i := range s.files {
 		file, err := os.Create(filepath.Join(dir, fmt.Sprintf("%s-%d", name, i))) //nolint:gosec // in a directory of our own
 		if err != nil {
-			return nil, errors.Join(err, s.close())
+			return err
 		}
 		s.files[i], s.writers[i] = file, bufio.NewWriterSize(file, 16<<10)
 	}
-	return s, nil
+	return nil
 }
 
 func (s *spill[T]) add(by byte, item T) (err error) {
@@ -199,6 +198,7 @@ func (s *spill[T]) read(part int) ([]T, error) {
 	return items, binary.Read(bufio.NewReader(file), binary.LittleEndian, items)
 }
 
+// close closes the files that were created.
 func (s *spill[T]) close() error {
 	var all []error
 	for _, file := range s.files {

@@ -121,9 +121,9 @@ type run struct {
 	oldest map[partition]int64
 	first  map[partition]int64 // time of the first record that was read, in microseconds
 
-	rows    *spill[rowItem]
-	records *spill[recordItem]
-	firsts  *spill[firstItem]
+	rows    spill[rowItem]
+	records spill[recordItem]
+	firsts  spill[firstItem]
 }
 
 type partition struct{ topic, partition int32 }
@@ -143,18 +143,10 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 	for _, f := range r.findings() {
 		f.Examples = []string{}
 	}
-	if r.rows, err = newSpill[rowItem](dir, "rows"); err != nil {
+	defer func() { err = errors.Join(err, r.rows.close(), r.records.close(), r.firsts.close()) }()
+	if err := errors.Join(r.rows.create(dir, "rows"), r.records.create(dir, "records"), r.firsts.create(dir, "firsts")); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, r.rows.close()) }()
-	if r.records, err = newSpill[recordItem](dir, "records"); err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, r.records.close()) }()
-	if r.firsts, err = newSpill[firstItem](dir, "firsts"); err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, r.firsts.close()) }()
 	for _, step := range []func(context.Context) error{r.begin, r.readRows, r.readTopics, r.judgeRecords, r.judgeOrder} {
 		if err := step(ctx); err != nil {
 			return nil, err

@@ -84,7 +84,7 @@ type troublemaker struct {
 	kills, freezes atomic.Int64
 }
 
-// run returns when the plan is done or ctx ends, with every process resumed and started again.
+// run returns when the plan is done or ctx ends, with every process resumed.
 func (t *troublemaker) run(ctx context.Context, start time.Time, faults []fault) error {
 	var running sync.WaitGroup
 	var mu sync.Mutex
@@ -129,7 +129,7 @@ func (t *troublemaker) choose(f fault) (p *process, ice time.Duration) {
 	return healthy[f.target%len(healthy)], f.freeze
 }
 
-// strike freezes or kills a process, and brings it back.
+// strike freezes a process and resumes it, or kills it.
 func (t *troublemaker) strike(ctx context.Context, p *process, ice time.Duration) error {
 	if ice > 0 {
 		if err := p.freeze(); err != nil {
@@ -143,9 +143,7 @@ func (t *troublemaker) strike(ctx context.Context, p *process, ice time.Duration
 		return err
 	}
 	t.kills.Add(1)
-	p.wait(context.WithoutCancel(ctx))
-	pause.For(ctx, restartPause)
-	return p.start()
+	return nil
 }
 
 const (

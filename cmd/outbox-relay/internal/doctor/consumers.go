@@ -42,6 +42,8 @@ type ConsumerStatus struct {
 	HeldKeys int64 `json:"held_keys"`
 	// OldestParkedSeconds is the age of the oldest parked message; 0: there is none.
 	OldestParkedSeconds float64 `json:"oldest_parked_seconds"`
+
+	topics []string
 }
 
 // PartitionTrouble is why a partition is halted.
@@ -96,22 +98,22 @@ func requestText(r consumers.Request) string {
 
 // readMissing asks Kafka which topics exist. If no broker answers, it only records KafkaError: that
 // is no fault of the consumers.
-func (s *Status) readMissing(ctx context.Context, topics map[string][]string, missing func(context.Context, []string) ([]string, error)) {
-	if missing == nil || len(topics) == 0 {
+func (s *Status) readMissing(ctx context.Context, missing func(context.Context, []string) ([]string, error)) {
+	if missing == nil || len(s.Consuming) == 0 {
 		return
 	}
-	absent, err := missing(ctx, slices.Concat(slices.Collect(maps.Values(topics))...))
+	var topics []string
+	for _, c := range s.Consuming {
+		topics = append(topics, c.topics...)
+	}
+	absent, err := missing(ctx, topics)
 	if err != nil {
 		s.KafkaError = err.Error()
 		return
 	}
 	for i := range s.Consuming {
 		c := &s.Consuming[i]
-		for _, topic := range topics[c.Name] {
-			if slices.Contains(absent, topic) {
-				c.MissingTopics = append(c.MissingTopics, topic)
-			}
-		}
+		c.MissingTopics = slices.DeleteFunc(slices.Clone(c.topics), func(topic string) bool { return !slices.Contains(absent, topic) })
 	}
 }
 
@@ -131,51 +133,55 @@ func (c *ConsumerStatus) parked() (n int64) {
 
 // readConsumers adds every consumer.
 func (s *Status) readConsumers(ctx context.Context, db operator.Querier, schema string, missing func(context.Context, []string) ([]string, error)) error {
-	c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}}
-	byName, topics := map[string]int{}, map[string][]string{}
-	var names []string
-	err := operator.Each(ctx, db, "read consumers", schema, consumersSQL, nil, []any{&c.Name, &c.Group, &names, &c.IDRule, &c.Partitions}, func() error {
-		c.Parked, topics[c.Name] = map[string]int64{}, slices.Clone(names)
-		byName[c.Name] = len(s.Consuming)
-		s.Consuming = append(s.Consuming, c)
-		return nil
+	var err error
+	s.Consuming, err = operator.Rows(ctx, db, "read consumers", schema, consumersSQL, func(row pgx.CollectableRow) (ConsumerStatus, error) {
+		c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}, Parked: map[string]int64{}}
+		err := row.Scan(&c.Name, &c.Group, &c.topics, &c.IDRule, &c.Partitions)
+		return c, err
 	})
 	if err == nil {
-		err = s.readTrouble(ctx, db, schema, byName)
+		err = s.readTrouble(ctx, db, schema)
 	}
 	if err == nil {
-		err = s.readParked(ctx, db, schema, byName)
+		err = s.readParked(ctx, db, schema)
 	}
 	if err != nil {
 		return err
 	}
-	s.readMissing(ctx, topics, missing)
+	s.readMissing(ctx, missing)
 	return s.notes(ctx, db, schema)
 }
 
-func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
+// consumer returns the consumer of a name, or one that is dropped: it has registered since they were read.
+func (s *Status) consumer(name string) *ConsumerStatus {
+	for i := range s.Consuming {
+		if s.Consuming[i].Name == name {
+			return &s.Consuming[i]
+		}
+	}
+	return &ConsumerStatus{Parked: map[string]int64{}}
+}
+
+func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema string) error {
 	var name string
 	var t PartitionTrouble
 	into := []any{&name, &t.Topic, &t.Partition, &t.Owner, &t.Text, &t.SaidSeconds}
 	return operator.Each(ctx, db, "read halted partitions", schema, troubleSQL, []any{troubleMax}, into, func() error {
-		if i, known := byName[name]; known {
-			s.Consuming[i].Trouble = append(s.Consuming[i].Trouble, t)
-		}
+		c := s.consumer(name)
+		c.Trouble = append(c.Trouble, t)
 		return nil
 	})
 }
 
-func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
+func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string) error {
 	var name, reason string
 	var count, keys int64
 	var oldest float64
 	err := operator.Each(ctx, db, "count parked messages", schema, parkedSQL, []any{pipeline.CountMax}, []any{&name, &reason, &count, &keys, &oldest}, func() error {
-		if i, known := byName[name]; known {
-			c := &s.Consuming[i]
-			c.Parked[reason] = count
-			c.HeldKeys += keys
-			c.OldestParkedSeconds = max(c.OldestParkedSeconds, oldest)
-		}
+		c := s.consumer(name)
+		c.Parked[reason] = count
+		c.HeldKeys += keys
+		c.OldestParkedSeconds = max(c.OldestParkedSeconds, oldest)
 		return nil
 	})
 	for i := range s.Consuming {
@@ -287,17 +293,13 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 	var b Behind
 	into := []any{&name, &b.Topic, &b.Partition, &b.Owner, &b.AgeSeconds, &b.Partitions, &b.Unheld}
 	return operator.Each(ctx, db, "read how late consumers are", schema, behindSQL, []any{limit.Seconds()}, into, func() error {
-		for i := range s.Consuming {
-			if s.Consuming[i].Name == name {
-				found := b
-				if open != nil && b.Unheld == 0 {
-					if err := open(ctx, b.Topic, b.Partition); err != nil {
-						found.OpenTransaction = err.Error()
-					}
-				}
-				s.Consuming[i].Behind = &found
+		found := b
+		if open != nil && b.Unheld == 0 {
+			if err := open(ctx, b.Topic, b.Partition); err != nil {
+				found.OpenTransaction = err.Error()
 			}
 		}
+		s.consumer(name).Behind = &found
 		return nil
 	})
 }

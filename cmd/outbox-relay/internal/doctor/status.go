@@ -92,18 +92,17 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	if err != nil {
 		return nil, err
 	}
-	s := &Status{
-		Schema: schema, Problems: []string{}, Notes: []string{}, Replicas: []relays.Replica{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Requests: []consumers.Request{},
-	}
+	s := &Status{Schema: schema, Problems: []string{}, Notes: []string{}}
 	for _, p := range all {
 		s.Relays = append(s.Relays, RelayStatus{Progress: p, RowsPerSecond: rate(opts.Before, p), Dead: map[string]int64{}, DeadExact: true})
 	}
 	if err := s.readDead(ctx, db, schema); err != nil {
 		return nil, err
 	}
-	if err := s.readReplicas(ctx, db, schema, opts.Relay); err != nil {
+	if s.Replicas, err = relays.Replicas(ctx, db, schema); err != nil {
 		return nil, err
 	}
+	s.Replicas = slices.DeleteFunc(s.Replicas, func(r relays.Replica) bool { return opts.Relay != "" && r.Relay != opts.Relay })
 	if err := db.QueryRow(ctx, inSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
 		return nil, fmt.Errorf("count consumers: %w", err)
 	}
@@ -314,19 +313,6 @@ func (s *Status) deadProblem(r RelayStatus) string {
 		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"", atLeast(r.DeadExact), human.Count(dead, "row"))
 	}
 	return ""
-}
-
-func (s *Status) readReplicas(ctx context.Context, db operator.Querier, schema, relay string) error {
-	all, err := relays.Replicas(ctx, db, schema)
-	if err != nil {
-		return err
-	}
-	for _, r := range all {
-		if relay == "" || r.Relay == relay {
-			s.Replicas = append(s.Replicas, r)
-		}
-	}
-	return nil
 }
 
 // replicas returns the live replicas of a relay.

@@ -160,13 +160,14 @@ type subject struct {
 	Role         string  `json:"role"`
 }
 
+func (a *Action) subject() (s subject) {
+	_ = json.Unmarshal(a.Subject, &s) // what has another form, as of a later release, is left out
+	return s
+}
+
 // Choice describes in one line what was decided, where What leaves that open.
 func (a *Action) Choice() string {
-	var subject subject
-	if json.Unmarshal(a.Subject, &subject) != nil {
-		return ""
-	}
-	switch {
+	switch subject := a.subject(); {
 	case a.What == "key.retry" && subject.Happened:
 		return "the call happened"
 	case a.What == "key.retry" && subject.DidNotHappen:
@@ -190,11 +191,7 @@ func (a *Action) Choice() string {
 // Object describes in one line what an action was done to: the message, the idempotency key as logs
 // show it, or else the place in Kafka. Empty: the action has none of these.
 func (a *Action) Object() string {
-	var subject subject
-	if json.Unmarshal(a.Subject, &subject) != nil {
-		return ""
-	}
-	switch {
+	switch subject := a.subject(); {
 	case subject.ID != "":
 		if id, err := uuid.Parse(subject.ID); err == nil {
 			return id.String()

@@ -124,21 +124,16 @@ const (
 // weakest returns the host with the least safe connection. This machine and its sockets are safe.
 func weakest(c *pgx.ConnConfig) (host string, mode sslMode) {
 	order := []sslMode{sslDisable, sslPrefer, sslRequire, sslVerifyCA, sslVerifyFull}
-	ways := map[string][]*tls.Config{}
-	var names []string
-	for _, h := range hosts(c) {
-		if isLocal(h) {
-			continue
-		}
-		if ways[h.Host] == nil {
-			names = append(names, h.Host)
-		}
-		ways[h.Host] = append(ways[h.Host], h.TLSConfig)
-	}
 	mode = sslVerifyFull
-	for _, name := range names {
-		if m := modeOf(ways[name]); slices.Index(order, m) < slices.Index(order, mode) {
-			host, mode = name, m
+	for _, h := range hosts(c) {
+		var ways []*tls.Config
+		for _, attempt := range hosts(c) {
+			if attempt.Host == h.Host {
+				ways = append(ways, attempt.TLSConfig)
+			}
+		}
+		if m := modeOf(ways); !isLocal(h) && slices.Index(order, m) < slices.Index(order, mode) {
+			host, mode = h.Host, m
 		}
 	}
 	return host, mode

@@ -106,8 +106,8 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 	for _, e := range events {
 		terminal.Add(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
 	}
-	if x.At != nil && x.At.State != inspect.PlaceRecord {
-		terminal.Add(&text, "%s: %s\n", x.At.Place, atText(x.At))
+	if x.At != nil && x.At.Text != "" {
+		terminal.Add(&text, "%s: %s\n", x.At.Place, x.At.Text)
 	}
 	switch {
 	case x.At != nil && len(x.Records) == 0 && x.KafkaError == "": // the place itself says why
@@ -139,30 +139,6 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 		terminal.Add(&text, "incomplete: %s\n", terminal.Clip(problem, kafkaErrorWidth))
 	}
 	return text.String()
-}
-
-// atText says what is at a place without a record.
-func atText(at *inspect.At) string {
-	switch at.State {
-	case inspect.PlaceNoTopic:
-		return "this topic does not exist: was it deleted, or is its name misspelt?"
-	case inspect.PlaceNoPartition:
-		return "the topic has " + human.Count(at.Partitions, "partition") + ", from 0 on"
-	case inspect.PlaceDeleted:
-		return fmt.Sprintf("deleted: the partition begins at %d, by the topic's retention or by hand", at.Start)
-	case inspect.PlaceBeyondEnd:
-		return fmt.Sprintf("not written yet: the next offset is %d", at.End)
-	case inspect.PlaceCompacted:
-		return "no record at this offset any more: the topic is compacted, or was"
-	case inspect.PlaceAborted:
-		return "a record of an aborted transaction: consumers do not get it"
-	case inspect.PlaceOpen:
-		return "part of an open transaction, or behind the first record of one: consumers get nothing from there on until it ends"
-	case inspect.PlaceControl:
-		return "the end marker of a transaction, not a message"
-	case inspect.PlaceRecord:
-	}
-	return "a record"
 }
 
 // claimGone says why a consumer that handled a message has no claim of it.

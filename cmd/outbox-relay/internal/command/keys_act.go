@@ -44,7 +44,10 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx cont
 			if err != nil {
 				return err
 			}
-			printed := map[string]any{"what": "key." + cmd.Name(), "was": changed.Was, "now": changed.Now}
+			printed := struct {
+				What string `json:"what"`
+				*keys.Changed
+			}{"key." + cmd.Name(), changed}
 			return say(cmd.OutOrStdout(), s.JSON, printed, "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
 		})
 	}
@@ -143,9 +146,21 @@ func (f *finishing) Validate() error {
 	return errors.Join(problems...)
 }
 
+// said says what happens next, as unlocked and retried do.
 func (f *finishing) said(changed *keys.Changed) string {
-	text := finished(changed, f.Status)
-	if changed.Was.Sealed && (len(f.Header) > 0 || f.file != "") {
+	was := changed.Was
+	text := fmt.Sprintf("it was %s, and is finished: every request with it gets status %d; ", was.State, f.Status)
+	if at := changed.Now.ExpiresAt; at == nil {
+		text += "the key is never forgotten"
+	} else {
+		text += "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
+	}
+	if len(was.Phases) > 0 {
+		text += fmt.Sprintf("; what %s did stays, and the phases after that are not executed", terminal.Printable(strings.Join(was.Phases, ", ")))
+	} else if was.Calling != nil {
+		text += fmt.Sprintf("; what phase %q and those behind it would have written is not written", *was.Calling)
+	}
+	if was.Sealed && (len(f.Header) > 0 || f.file != "") {
 		text += "; its texts were encrypted, this outcome is not"
 	}
 	return text
@@ -398,7 +413,7 @@ func stays(r keys.Row) string {
 	return fmt.Sprintf(" (what %s did stays: if that is a failure, undo it by hand first)", terminal.Printable(strings.Join(r.Phases, ", ")))
 }
 
-// unlocked, retried and finished say what happens next.
+// unlocked and retried say what happens next.
 func unlocked(changed *keys.Changed) string {
 	was, text := changed.Was, "the lock is ended, the next request continues it"
 	if was.InDoubt() {
@@ -424,22 +439,6 @@ func retried(changed *keys.Changed) string {
 		text += fmt.Sprintf("; behind the call of phase %q, which is not made again", *was.Calling)
 	case was.Calling != nil:
 		text += fmt.Sprintf("; the call of phase %q is made again", *was.Calling)
-	}
-	return text
-}
-
-func finished(changed *keys.Changed, status int) string {
-	was := changed.Was
-	text := fmt.Sprintf("it was %s, and is finished: every request with it gets status %d; ", was.State, status)
-	if at := changed.Now.ExpiresAt; at == nil {
-		text += "the key is never forgotten"
-	} else {
-		text += "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
-	}
-	if len(was.Phases) > 0 {
-		text += fmt.Sprintf("; what %s did stays, and the phases after that are not executed", terminal.Printable(strings.Join(was.Phases, ", ")))
-	} else if was.Calling != nil {
-		text += fmt.Sprintf("; what phase %q and those behind it would have written is not written", *was.Calling)
 	}
 	return text
 }

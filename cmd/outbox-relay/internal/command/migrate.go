@@ -34,7 +34,12 @@ func printMigrated(out io.Writer, asJSON bool, before migrations.State, to int) 
 	if before.Current == to {
 		change = "nothing to do"
 	}
-	return say(out, asJSON, map[string]any{"schema": before.Schema, "from": before.Current, "to": to}, "schema %s: version %d, %s\n", before.Schema, to, change)
+	printed := struct {
+		Schema string `json:"schema"`
+		From   int    `json:"from"`
+		To     int    `json:"to"`
+	}{before.Schema, before.Current, to}
+	return say(out, asJSON, printed, "schema %s: version %d, %s\n", before.Schema, to, change)
 }
 
 func newMigrateUp(s *cli.Settings) *cobra.Command {
@@ -176,7 +181,12 @@ func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error 
 		name, remedy = "new", "too new: update this program"
 	}
 	text := terminal.Fill("schema %s: version %d, this program has %d: %s\n", state.Schema, state.Current, state.Latest, remedy)
-	printed := map[string]any{"schema": state.Schema, "current": state.Current, "latest": state.Latest, "state": name}
+	printed := struct {
+		Schema  string `json:"schema"`
+		Current int    `json:"current"`
+		Latest  int    `json:"latest"`
+		State   string `json:"state"`
+	}{state.Schema, state.Current, state.Latest, name}
 	return answer(out, asJSON, printed, text, name == "current" || name == "compatible")
 }
 
@@ -243,21 +253,16 @@ rights.`,
 // applyRoles sends the SQL that would be printed, so that both do the same. If a statement fails,
 // closing the connection ends the transaction.
 func applyRoles(ctx context.Context, s *cli.Settings, sql, prefix string, out io.Writer) error {
-	conn, err := s.ConnectWriting(ctx)
-	if err != nil {
-		return err
-	}
-	defer cli.HangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
-		return err
-	}
-	if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
-		return err
-	}
-	if err := execAll(ctx, conn, sql); err != nil {
-		return err
-	}
-	return say(out, s.JSON, map[string]string{"schema": s.Schema, "prefix": prefix}, "schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
+	return s.WithTables(ctx, true, func(ctx context.Context, conn *pgx.Conn) error {
+		if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
+			return err
+		}
+		if err := execAll(ctx, conn, sql); err != nil {
+			return err
+		}
+		return say(out, s.JSON, map[string]string{"schema": s.Schema, "prefix": prefix},
+			"schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
+	})
 }
 
 func execAll(ctx context.Context, conn *pgx.Conn, sql string) error {

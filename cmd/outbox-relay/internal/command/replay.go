@@ -44,7 +44,11 @@ divide a replay of millions of rows by time.`,
 				if err != nil {
 					return err
 				}
-				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"rows": rows, "done": yes}, "%s %s\n", human.Count(rows, "row"), text)
+				printed := struct {
+					Rows int64 `json:"rows"`
+					Done bool  `json:"done"`
+				}{rows, yes}
+				return say(cmd.OutOrStdout(), s.JSON, printed, "%s %s\n", human.Count(rows, "row"), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)

@@ -128,9 +128,15 @@ type Passed struct {
 // Kafka error is part of the explanation: what the database knows is shown even if no broker
 // answers, and so is each section of the database that cannot be read.
 func Explain(ctx context.Context, db operator.DB, kafka *Kafka, q Question) (*Explanation, error) {
-	e := &explainer{Question: q, db: limited{db}, kafka: kafka, aliases: map[string][]string{}, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil, Problems: []string{}}}
+	e := &explainer{
+		Question: q, db: limited{db}, kafka: kafka, aliases: map[string][]string{}, read: map[uuid.UUID]bool{}, names: newNames(q.Text),
+		out: &Explanation{ // the others are assigned, and none is null
+			Asked: q.Text, Requests: []keys.Row{}, Outbox: []Row{}, Dead: []held.Row{}, Scheduled: []Scheduled{}, Records: []Record{}, Passed: []Passed{},
+			Parked: []held.Row{}, Children: []Row{}, Problems: []string{},
+		},
+	}
 	for _, step := range []func(context.Context) error{
-		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
+		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, func(ctx context.Context) error { return e.states(ctx, e.out.Outbox) }, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
 	} {
 		err := step(ctx)
 		switch {
@@ -140,7 +146,10 @@ func Explain(ctx context.Context, db operator.DB, kafka *Kafka, q Question) (*Ex
 			return nil, err
 		}
 	}
-	return e.result(), nil
+	x := e.out
+	x.IDs = e.names.sorted()
+	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
+	return x, nil
 }
 
 type explainer struct {
@@ -219,17 +228,11 @@ func (e *explainer) readRows(ctx context.Context) error {
 	var fresh []uuid.UUID
 	for _, id := range e.names.rowIDs() {
 		if !e.read[id] {
-			fresh = append(fresh, id)
+			fresh, e.read[id] = append(fresh, id), true
 		}
 	}
 	if len(fresh) == 0 {
 		return nil
-	}
-	if e.read == nil {
-		e.read = map[uuid.UUID]bool{}
-	}
-	for _, id := range fresh {
-		e.read[id] = true
 	}
 	rows, err := e.rows(ctx, fresh, 0)
 	e.out.Outbox = append(e.out.Outbox, rows...)
@@ -251,40 +254,11 @@ func (e *explainer) readRows(ctx context.Context) error {
 	return errors.Join(err, deadErr, scheduledErr)
 }
 
-// readStates reads, for each row, what each relay did with it.
-func (e *explainer) readStates(ctx context.Context) error {
-	return e.states(ctx, e.out.Outbox)
-}
-
 // sorted returns the IDs in a fixed order.
 func (n *names) sorted() []uuid.UUID {
-	return slices.SortedFunc(maps.Keys(n.ids), func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
-}
-
-// result completes the explanation, with [] for nothing.
-func (e *explainer) result() *Explanation {
-	x := e.out
-	x.IDs = e.names.sorted()
-	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
-	x.IDs, x.Outbox, x.Dead, x.Scheduled, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Scheduled), some(x.Records)
-	x.Claims, x.Parked, x.Passed = some(x.Claims), some(x.Parked), some(x.Passed)
-	x.Requests = some(x.Requests)
-	x.Children, x.Actions = some(x.Children), some(x.Actions)
-	return x
-}
-
-func some[T any](all []T) []T {
-	if all == nil {
-		return []T{}
-	}
+	all := slices.AppendSeq([]uuid.UUID{}, maps.Keys(n.ids))
+	slices.SortFunc(all, func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
 	return all
-}
-
-func wrap(what string, err error) error {
-	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
-	return nil
 }
 
 // limited waits for a lock of another session for a second only, in each query: a locked table does not hide

@@ -3,6 +3,7 @@ package inspect
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -147,7 +148,7 @@ func (p *Positions) readMembers(ctx context.Context, kafka *Kafka) error {
 		return nil
 	})
 	if err != nil {
-		return wrap("ask for the members of groups", err)
+		return fmt.Errorf("ask for the members of groups: %w", err)
 	}
 	for i := range p.Consumers {
 		c := &p.Consumers[i]

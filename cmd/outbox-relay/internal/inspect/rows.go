@@ -169,7 +169,7 @@ func (e *explainer) readPassed(ctx context.Context) error {
 	for _, r := range e.out.Records {
 		places[r.Place] = true
 	}
-	if e.place != nil && (e.out.At == nil || e.out.At.State == PlaceDeleted) {
+	if e.place != nil && (e.out.At == nil || e.out.At.State == stateDeleted) {
 		places[*e.place] = true
 	}
 	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {

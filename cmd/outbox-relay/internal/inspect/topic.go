@@ -99,7 +99,7 @@ func (e *explainer) targets(ctx context.Context) (all []target, err error) {
 	}
 	var now time.Time
 	if err := e.db.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
-		return nil, wrap("read the database's clock", err)
+		return nil, fmt.Errorf("read the database's clock: %w", err)
 	}
 	since, ok := e.names.time(now)
 	if len(e.out.Records) > 0 {
@@ -180,37 +180,26 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 	return err
 }
 
-// PlaceState is what Kafka has at a place.
-type PlaceState string
-
-// The states. Each one except PlaceRecord and PlaceOpen is a reason why there is no record.
-const (
-	PlaceRecord      PlaceState = "record"
-	PlaceNoTopic     PlaceState = "no_topic"
-	PlaceNoPartition PlaceState = "no_partition"
-	PlaceDeleted     PlaceState = "deleted"    // before the first offset that Kafka has
-	PlaceBeyondEnd   PlaceState = "beyond_end" // not written yet
-	// Only a later record of its key, or of its batch, remains.
-	PlaceCompacted PlaceState = "compacted"
-	PlaceAborted   PlaceState = "aborted" // of a transaction that was aborted: no consumer gets it
-	// Of an open transaction, or behind the first record of one: consumers do not get it yet.
-	PlaceOpen    PlaceState = "open"
-	PlaceControl PlaceState = "control" // the end of a transaction, not a message
-)
-
 // At is what Kafka has at the place that was asked for.
 type At struct {
 	Place
 
-	State      PlaceState `json:"state"`
-	Partitions int        `json:"partitions"` // of the topic
-	Start      int64      `json:"start"`      // first offset that Kafka has
-	End        int64      `json:"end"`        // offset of the next record
+	// State is record, or open: part of an open transaction, or behind the first record of one. The others are reasons
+	// why there is no record: no_topic, no_partition, deleted, beyond_end, compacted, aborted, control.
+	State      string `json:"state"`
+	Partitions int    `json:"partitions"` // of the topic
+	Start      int64  `json:"start"`      // first offset that Kafka has
+	End        int64  `json:"end"`        // offset of the next record
+	Text       string `json:"-"`          // the state for people; empty: a record
 }
+
+// stateDeleted is that of a place before the first offset that Kafka has.
+const stateDeleted = "deleted"
 
 // at finds what is at a place, and reads the record if there is one.
 func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	at := &At{Place: place}
+	is := func(state, format string, args ...any) { at.State, at.Text = state, fmt.Sprintf(format, args...) }
 	extent, err := topicscan.ExtentOf(ctx, k.Client, time.Time{}, place.Topic)
 	if err != nil {
 		return nil, nil, err
@@ -219,13 +208,13 @@ func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	at.Partitions, at.Start, at.End = len(extent), span.Start, span.End
 	switch {
 	case at.Partitions == 0:
-		at.State = PlaceNoTopic
+		is("no_topic", "this topic does not exist: was it deleted, or is its name misspelt?")
 	case !known:
-		at.State = PlaceNoPartition
+		is("no_partition", "the topic has %s, from 0 on", human.Count(at.Partitions, "partition"))
 	case place.Offset < span.Start:
-		at.State = PlaceDeleted
+		is(stateDeleted, "deleted: the partition begins at %d, by the topic's retention or by hand", at.Start)
 	case place.Offset >= span.End:
-		at.State = PlaceBeyondEnd
+		is("beyond_end", "not written yet: the next offset is %d", at.End)
 	}
 	if at.State != "" {
 		return at, nil, nil
@@ -236,15 +225,23 @@ func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	}
 	switch {
 	case record.Offset != place.Offset:
-		at.State = PlaceCompacted
+		is("compacted", "no record at this offset any more: the topic is compacted, or was")
+		return at, nil, nil
 	case record.Attrs.IsControl():
-		at.State = PlaceControl
-	default:
-		at.State, err = k.committed(ctx, place)
+		is("control", "the end marker of a transaction, not a message")
+		return at, nil, nil
 	}
-	if err != nil || at.State != PlaceRecord && at.State != PlaceOpen {
+	switch open, aborted, err := k.transaction(ctx, place); {
+	case err != nil:
 		return at, nil, err
+	case open:
+		is("open", "part of an open transaction, or behind the first record of one: consumers get nothing from there on until it ends")
+		return at, record, nil
+	case aborted:
+		is("aborted", "a record of an aborted transaction: consumers do not get it")
+		return at, nil, nil
 	}
+	at.State = "record"
 	return at, record, nil
 }
 
@@ -279,21 +276,19 @@ func (k *Kafka) first(ctx context.Context, place Place, level kgo.IsolationLevel
 	}
 }
 
-// committed distinguishes a record that consumers get from records of open or aborted transactions.
-func (k *Kafka) committed(ctx context.Context, place Place) (PlaceState, error) {
+// transaction reports what keeps consumers from getting a record: its transaction, or one before it, is open, or its
+// transaction was aborted.
+func (k *Kafka) transaction(ctx context.Context, place Place) (open, aborted bool, err error) {
 	stable, err := kadm.NewClient(k.Client).ListCommittedOffsets(ctx, place.Topic)
 	if err == nil {
 		err = stable.Error()
 	}
 	if err != nil {
-		return "", fmt.Errorf("ask which transactions of topic %s are open: %w", place.Topic, err)
+		return false, false, fmt.Errorf("ask which transactions of topic %s are open: %w", place.Topic, err)
 	}
 	if end, some := stable.Lookup(place.Topic, place.Partition); some && place.Offset >= end.Offset {
-		return PlaceOpen, nil
+		return true, false, nil
 	}
 	record, err := k.first(ctx, place, kgo.ReadCommitted()) // at the latest the end of its transaction
-	if err != nil || record.Offset == place.Offset {
-		return PlaceRecord, err
-	}
-	return PlaceAborted, nil
+	return false, err == nil && record.Offset != place.Offset, err
 }

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	"slices"
@@ -50,7 +49,16 @@ with the error.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return explain(ctx, s, q, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) error {
+					found, err := inspect.Explain(ctx, conn, kafka, q)
+					if err != nil {
+						return err
+					}
+					well := found.Known && found.KafkaError == "" && len(found.Problems) == 0
+					return answer(cmd.OutOrStdout(), s.JSON, found, explanationText(found, kafka != nil), well)
+				})
+			})
 		},
 	}, cli.FlagDatabaseURL))
 	flags := cmd.Flags()
@@ -61,18 +69,6 @@ with the error.`,
 	cli.CommandLineOnly(flags, "topic", "since")
 	s.AddJSON(cmd)
 	return cmd
-}
-
-func explain(ctx context.Context, s *cli.Settings, q inspect.Question, out io.Writer, logger *slog.Logger) error {
-	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		return withKafka(s, logger, func(kafka *inspect.Kafka) error {
-			found, err := inspect.Explain(ctx, conn, kafka, q)
-			if err != nil {
-				return err
-			}
-			return answer(out, s.JSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
-		})
-	})
 }
 
 // withKafka runs work with what reads topics: nil without brokers.

@@ -29,11 +29,10 @@ import (
 )
 
 type statusOptions struct {
-	interval, ageMax time.Duration
-	lagAgeMax        time.Duration
-	watch            time.Duration // 0: once
-	parkedMax        int
-	relay            string // empty: all
+	doctor.StatusOptions
+
+	interval time.Duration
+	watch    time.Duration // 0: once
 }
 
 func newStatus(s *cli.Settings) *cobra.Command {
@@ -51,7 +50,7 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 --parked-max messages are parked.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
-				opts.relay = s.Relay
+				opts.Relay = s.Relay
 			}
 			if opts.watch > 0 {
 				return watchStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
@@ -60,11 +59,11 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
-	cli.AddDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
-	addLagAgeMax(cmd.Flags(), &opts.lagAgeMax)
+	cli.AddDuration(cmd.Flags(), &opts.AgeMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
+	addLagAgeMax(cmd.Flags(), &opts.LagAgeMax)
 	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
 	cli.CommandLineOnly(cmd.Flags(), "watch")
-	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
+	cli.AddInt(cmd.Flags(), &opts.ParkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
 	s.AddJSON(cmd)
 	return cmd
 }
@@ -87,10 +86,9 @@ func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io
 }
 
 func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
-	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
 	if len(s.Brokers) > 0 {
-		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
-		want.Open = func(ctx context.Context, topic string, partition int32) (open error) {
+		opts.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
+		opts.Open = func(ctx context.Context, topic string, partition int32) (open error) {
 			_ = s.AskKafka(ctx, missingMax, func(ctx context.Context, client *kgo.Client) error { // an error: it is unknown
 				admin := kadm.NewClient(client)
 				ends, err := admin.ListEndOffsets(ctx, topic)
@@ -103,16 +101,15 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 		}
 	}
 	if opts.interval > 0 {
-		before, err := pipeline.Shards(ctx, conn, s.Schema, nil)
-		if err != nil {
+		var err error
+		if opts.Before, err = pipeline.Shards(ctx, conn, s.Schema, nil); err != nil {
 			return nil, err
 		}
-		want.Before = before
 		if !pause.For(ctx, opts.interval) {
 			return nil, ctx.Err()
 		}
 	}
-	return doctor.ReadStatus(ctx, conn, s.Schema, want)
+	return doctor.ReadStatus(ctx, conn, s.Schema, opts.StatusOptions)
 }
 
 // missingMax is the time limit of the brokers' answer. It is short, because the status comes from

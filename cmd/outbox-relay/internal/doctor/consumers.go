@@ -192,7 +192,7 @@ func (s *Status) readParked(ctx context.Context, db operator.Querier, schema str
 }
 
 // judgeConsumers adds the problems of the consumers.
-func (s *Status) judgeConsumers(parkedMax int64) {
+func (s *Status) judgeConsumers(parkedMax int) {
 	var all int64
 	for _, c := range s.Consuming {
 		all += c.parked()
@@ -205,7 +205,7 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 		if c.Behind != nil {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s: %s", c.Name, c.Behind.text(), c.Behind.remedy(c.Group)))
 		}
-		if n := c.parked(); n > 0 && all > parkedMax {
+		if n := c.parked(); n > 0 && all > int64(parkedMax) {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s%s parked, %s held, the oldest for %s: see \"outbox-relay parked list\"",
 				c.Name, atLeast(c.ParkedExact), human.Count(n, "message"), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
 		}

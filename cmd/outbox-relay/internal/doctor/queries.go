@@ -1,7 +1,5 @@
 package doctor
 
-import "github.com/effectonce/effectonce/migrations"
-
 // deadSQL counts each dead row in its shard, at most $2 rows of each of the relays $1.
 const deadSQL = `-- doctor.dead
 SELECT k.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
@@ -161,5 +159,3 @@ FROM (
   SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned
   FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
 ) undecided`
-
-func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

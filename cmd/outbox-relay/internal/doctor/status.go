@@ -18,6 +18,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -70,7 +71,7 @@ type StatusOptions struct {
 	// Before is an earlier reading, from which the rate is measured. Default: no rate.
 	Before []pipeline.Progress
 	// ParkedMax is how many messages may be parked before the status is not well. Default: none.
-	ParkedMax int64
+	ParkedMax int
 	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long
 	// as a replica relays.
 	AgeMax time.Duration
@@ -103,7 +104,7 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 		return nil, err
 	}
 	s.Replicas = slices.DeleteFunc(s.Replicas, func(r relays.Replica) bool { return opts.Relay != "" && r.Relay != opts.Relay })
-	if err := db.QueryRow(ctx, inSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
+	if err := db.QueryRow(ctx, migrations.InSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
 		return nil, fmt.Errorf("count consumers: %w", err)
 	}
 	if s.Scheduled, err = ReadScheduled(ctx, db, schema); err != nil {
@@ -386,7 +387,7 @@ type Scheduled struct {
 // ReadScheduled counts scheduled messages.
 func ReadScheduled(ctx context.Context, db operator.Querier, schema string) (Scheduled, error) {
 	var s Scheduled
-	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), pipeline.CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
+	if err := db.QueryRow(ctx, migrations.InSchema(scheduledSQL, schema), pipeline.CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
 		return s, fmt.Errorf("count messages for later: %w", err)
 	}
 	s.CountExact, s.OverdueExact = s.Count <= pipeline.CountMax, s.Overdue <= pipeline.CountMax

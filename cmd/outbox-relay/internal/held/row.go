@@ -65,6 +65,10 @@ type Row struct {
 	// What identifies its queue, in locked rows only. Hash stands for the key in the index.
 	ConsumerID int32  `db:"consumer" json:"-"`
 	Hash       []byte `json:"-"`
+
+	// What a Wait follows, in rows that were acted on.
+	last  int64     // seq of the last row behind it
+	acted time.Time // when the transaction began, by the database's clock
 }
 
 // At is the row's place for people: topic/partition/offset in Kafka, or its seq.

@@ -256,9 +256,7 @@ func (e *explainer) readRows(ctx context.Context) error {
 
 // sorted returns the IDs in a fixed order.
 func (n *names) sorted() []uuid.UUID {
-	all := slices.AppendSeq([]uuid.UUID{}, maps.Keys(n.ids))
-	slices.SortFunc(all, func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
-	return all
+	return append([]uuid.UUID{}, slices.SortedFunc(maps.Keys(n.ids), func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })...)
 }
 
 // limited waits for a lock of another session for a second only, in each query: a locked table does not hide
@@ -382,18 +380,16 @@ func (n *names) rowIDs() (all []uuid.UUID) {
 // time returns the time that an ID carries. A random ID has none. A time in the future, or from
 // long before such IDs existed, has another meaning.
 func (n *names) time(now time.Time) (time.Time, bool) {
+	firstULID := time.Date(2016, 1, 1, 0, 0, 0, 0, time.UTC)
 	for id := range n.ids {
 		random := id.Version() == 4 && id.Variant() == uuid.RFC4122
 		at, ok := dedup.Time(id)
-		if ok && !random && at.Before(now.Add(24*time.Hour)) && at.After(firstID()) {
+		if ok && !random && at.Before(now.Add(24*time.Hour)) && at.After(firstULID) {
 			return at, true
 		}
 	}
 	return time.Time{}, false
 }
-
-// firstID is a time before the first ULID.
-func firstID() time.Time { return time.Date(2016, 1, 1, 0, 0, 0, 0, time.UTC) }
 
 // Carried finds the ID that a record carries, and its scope, as a consumer with the rule does.
 func Carried(record *kgo.Record, rule dedup.IDRule) (text, scope string) {

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // RefusedError means that the requested action does not apply to the key in its state. Nothing was
@@ -147,7 +148,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 		if c.forgets && was.Flow == nil {
 			sql, args = forgetSQL, args[:4]
 		}
-		done, err := tx.Exec(ctx, inSchema(sql, schema), args...)
+		done, err := tx.Exec(ctx, migrations.InSchema(sql, schema), args...)
 		if err != nil {
 			return err
 		}

@@ -72,7 +72,7 @@ func (r *run) judgeRecords(ctx context.Context) error {
 				r.found(&r.report.Missing, "row %d (id %s) is published, but not in topic %s", row.Seq, idText(row.ID), r.names[row.Topic])
 			}
 		}
-		r.progress("parts", int64(part+1))
+		r.Progress("parts", int64(part+1))
 	}
 	return nil
 }

@@ -140,6 +140,9 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 		first:  map[partition]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
 	}
+	if r.Progress == nil {
+		r.Progress = func(string, int64) {}
+	}
 	for _, f := range r.findings() {
 		f.Examples = []string{}
 	}
@@ -170,12 +173,6 @@ func (r *run) found(f *Finding, format string, args ...any) {
 	f.Count++
 	if len(f.Examples) < r.Examples {
 		f.Examples = append(f.Examples, fmt.Sprintf(format, args...))
-	}
-}
-
-func (r *run) progress(phase string, done int64) {
-	if r.Progress != nil {
-		r.Progress(phase, done)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -76,7 +77,7 @@ func (r *Row) At() string {
 	if r.Partition == nil {
 		return fmt.Sprintf("seq %d", r.Seq)
 	}
-	return fmt.Sprintf("%s/%d/%d", r.Topic, *r.Partition, *r.Offset)
+	return topicscan.Place{Topic: r.Topic, Partition: *r.Partition, Offset: *r.Offset}.String()
 }
 
 // Filter selects rows; a nil field does not filter.
@@ -140,20 +141,21 @@ func (f *Filter) Find(ctx context.Context, db operator.Querier, schema string) e
 }
 
 func findArgs(text string) (sql string, args []any) {
-	if parts := strings.Split(text, "/"); len(parts) == 3 {
-		partition, err := strconv.ParseInt(parts[1], 10, 32)
-		offset, offsetErr := strconv.ParseInt(parts[2], 10, 64)
-		if err == nil && offsetErr == nil {
-			return parkedFindAtSQL, []any{parts[0], partition, offset}
-		}
+	if place, is := topicscan.ParsePlace(text); is {
+		return parkedFindAtSQL, []any{place.Topic, place.Partition, place.Offset}
 	}
-	var id *uuid.UUID
+	return parkedFindSQL, []any{IDOf(text), text}
+}
+
+// IDOf returns the ID that a text stands for whatever its scope is; nil: it depends on the scope.
+func IDOf(text string) *uuid.UUID {
 	if parsed, err := uuid.Parse(text); err == nil {
-		id = &parsed
-	} else if carried := dedup.MessageID("", []byte(text)); carried[0]&0x80 == 0 {
-		id = &carried // a ULID: it does not depend on the scope
+		return &parsed
 	}
-	return parkedFindSQL, []any{id, text}
+	if carried := dedup.MessageID("", []byte(text)); carried[0]&0x80 == 0 {
+		return &carried // a ULID
+	}
+	return nil
 }
 
 // List returns rows, the newest first.

@@ -4,11 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -19,6 +16,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -88,7 +86,7 @@ type Scheduled struct {
 
 // Record is the message in a topic.
 type Record struct {
-	Place
+	topicscan.Place
 	Time         time.Time `json:"time"`
 	Key          human.Key `json:"key"`
 	PayloadBytes *int64    `json:"payload_bytes"`
@@ -115,7 +113,7 @@ type Claim struct {
 
 // Passed is a consumer that is past a record without a claim.
 type Passed struct {
-	Place
+	topicscan.Place
 
 	Consumer string `json:"consumer"`
 	Group    string `json:"group"`
@@ -157,7 +155,7 @@ type explainer struct {
 	db      operator.Querier
 	kafka   *Kafka
 	names   *names
-	place   *Place // asked for
+	place   *topicscan.Place // asked for
 	read    map[uuid.UUID]bool
 	scopes  []string            // topics of consumers
 	aliases map[string][]string // what consumers call a topic in IDs
@@ -170,7 +168,7 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 	if err = e.readRules(ctx); err != nil {
 		return err
 	}
-	place, is := parsePlace(e.Text)
+	place, is := topicscan.ParsePlace(e.Text)
 	if !is {
 		for _, topic := range slices.Concat(e.scopes, e.Topics) {
 			e.addScope(topic)
@@ -305,29 +303,6 @@ type Question struct {
 	ScanMax int
 }
 
-// Place is where Kafka has a record.
-type Place struct {
-	Topic     string `json:"topic"`
-	Partition int32  `json:"partition"`
-	Offset    int64  `json:"offset"`
-}
-
-func (p Place) String() string { return fmt.Sprintf("%s/%d/%d", p.Topic, p.Partition, p.Offset) }
-
-// parsePlace reads topic/partition/offset.
-func parsePlace(text string) (p Place, ok bool) {
-	parts := strings.Split(text, "/")
-	if len(parts) != 3 || parts[0] == "" {
-		return p, false
-	}
-	partition, err := strconv.ParseInt(parts[1], 10, 32)
-	offset, offsetErr := strconv.ParseInt(parts[2], 10, 64)
-	if err = errors.Join(err, offsetErr); err != nil || partition < 0 || offset < 0 {
-		return p, false
-	}
-	return Place{parts[0], int32(partition), offset}, true
-}
-
 // names are what identifies a message: the texts that it may carry, and the IDs under which it may
 // be claimed. An ID is derived from a text and its scope, so one text may have several IDs.
 type names struct {
@@ -368,10 +343,8 @@ func (n *names) addScope(scope string) {
 // rowIDs are the IDs that a row of the outbox may have.
 func (n *names) rowIDs() (all []uuid.UUID) {
 	for text := range n.texts {
-		if id, err := uuid.Parse(text); err == nil {
-			all = append(all, id)
-		} else if id := dedup.MessageID("", []byte(text)); id[0]&0x80 == 0 {
-			all = append(all, id) // a ULID
+		if id := held.IDOf(text); id != nil {
+			all = append(all, *id)
 		}
 	}
 	return all

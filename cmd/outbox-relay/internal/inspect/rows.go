@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -94,14 +95,19 @@ func (e *explainer) readClaims(ctx context.Context) (err error) {
 	return err
 }
 
-func (e *explainer) readParked(ctx context.Context) error {
-	places := make([]Place, 0, len(e.out.Records)+1)
+// places are those of the records that were found, and the one that was asked for.
+func (e *explainer) places(asked bool) (all []topicscan.Place) {
 	for _, record := range e.out.Records {
-		places = append(places, record.Place)
+		all = append(all, record.Place)
 	}
-	if e.place != nil {
-		places = append(places, *e.place)
+	if asked && e.place != nil {
+		all = append(all, *e.place)
 	}
+	return all
+}
+
+func (e *explainer) readParked(ctx context.Context) error {
+	places := e.places(true)
 	topics, partitions, offsets := make([]string, len(places)), make([]int32, len(places)), make([]int64, len(places))
 	for i, place := range places {
 		topics[i], partitions[i], offsets[i] = place.Topic, place.Partition, place.Offset
@@ -165,14 +171,9 @@ func (e *explainer) readActions(ctx context.Context) (err error) {
 // readPassed finds consumers that are past a record, or past the place that was asked for, and have
 // nothing stored about it.
 func (e *explainer) readPassed(ctx context.Context) error {
-	places := map[Place]bool{}
-	for _, r := range e.out.Records {
-		places[r.Place] = true
-	}
-	if e.place != nil && (e.out.At == nil || e.out.At.State == stateDeleted) {
-		places[*e.place] = true
-	}
-	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {
+	places := e.places(e.out.At == nil || e.out.At.State == stateDeleted)
+	slices.SortFunc(places, func(a, b topicscan.Place) int { return strings.Compare(a.String(), b.String()) })
+	for _, place := range places {
 		found, err := query(ctx, e, "positions", pastSQL, func(row pgx.CollectableRow) (Passed, error) {
 			p := Passed{Place: place}
 			err := row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)

@@ -34,7 +34,7 @@ var errEnough = errors.New("enough")
 // addRecord adds a record of the message, with the IDs that it carries.
 func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
 	texts, scope := e.carried(r)
-	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
+	found := Record{Place: topicscan.PlaceOf(r), Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
 	if r.Value != nil {
 		found.PayloadBytes = new(int64(len(r.Value)))
 	}
@@ -47,7 +47,7 @@ func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
 }
 
 // coordinatesID returns the ID of a record that carries none, as the consumer computes it.
-func coordinatesID(place Place, topicID uuid.UUID) uuid.UUID {
+func coordinatesID(place topicscan.Place, topicID uuid.UUID) uuid.UUID {
 	raw := append([]byte{}, topicID[:]...)
 	raw = binary.BigEndian.AppendUint32(raw, uint32(place.Partition))
 	raw = binary.BigEndian.AppendUint64(raw, uint64(place.Offset))
@@ -167,7 +167,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 		if !e.match(r) {
 			return nil
 		}
-		place := Place{r.Topic, r.Partition, r.Offset}
+		place := topicscan.PlaceOf(r)
 		if slices.ContainsFunc(e.out.Records, func(known Record) bool { return known.Place == place }) {
 			return nil
 		}
@@ -182,7 +182,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 
 // At is what Kafka has at the place that was asked for.
 type At struct {
-	Place
+	topicscan.Place
 
 	// State is record, or open: part of an open transaction, or behind the first record of one. The others are reasons
 	// why there is no record: no_topic, no_partition, deleted, beyond_end, compacted, aborted, control.
@@ -197,7 +197,7 @@ type At struct {
 const stateDeleted = "deleted"
 
 // at finds what is at a place, and reads the record if there is one.
-func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
+func (k *Kafka) at(ctx context.Context, place topicscan.Place) (*At, *kgo.Record, error) {
 	at := &At{Place: place}
 	is := func(state, format string, args ...any) { at.State, at.Text = state, fmt.Sprintf(format, args...) }
 	extent, err := topicscan.ExtentOf(ctx, k.Client, time.Time{}, place.Topic)
@@ -255,7 +255,7 @@ func (k *Kafka) topicID(ctx context.Context, topic string) (uuid.UUID, error) {
 }
 
 // first reads the first record at or after a place that the isolation level shows.
-func (k *Kafka) first(ctx context.Context, place Place, level kgo.IsolationLevel) (*kgo.Record, error) {
+func (k *Kafka) first(ctx context.Context, place topicscan.Place, level kgo.IsolationLevel) (*kgo.Record, error) {
 	client, err := kgo.NewClient(append(k.Options[:len(k.Options):len(k.Options)],
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{place.Topic: {place.Partition: kgo.NewOffset().At(place.Offset)}}),
 		kgo.FetchIsolationLevel(level),
@@ -278,7 +278,7 @@ func (k *Kafka) first(ctx context.Context, place Place, level kgo.IsolationLevel
 
 // transaction reports what keeps consumers from getting a record: its transaction, or one before it, is open, or its
 // transaction was aborted.
-func (k *Kafka) transaction(ctx context.Context, place Place) (open, aborted bool, err error) {
+func (k *Kafka) transaction(ctx context.Context, place topicscan.Place) (open, aborted bool, err error) {
 	stable, err := kadm.NewClient(k.Client).ListCommittedOffsets(ctx, place.Topic)
 	if err == nil {
 		err = stable.Error()

@@ -227,7 +227,7 @@ func (r *run) nothingChecked() {
 	if r.claims == nil || rep.Claimed > 0 {
 		return
 	}
-	consumed := slices.DeleteFunc(slices.Sorted(slices.Values(r.names)), func(topic string) bool { return len(r.claims.consumers[topic]) == 0 })
+	consumed := slices.DeleteFunc(slices.Sorted(slices.Values(r.names)), func(topic string) bool { return r.claims.topics[topic] == nil })
 	if len(consumed) == 0 {
 		unchecked("no claims looked for: group %s consumes none of the topics that rows%s name: give --topic", r.Group, r.window())
 		return

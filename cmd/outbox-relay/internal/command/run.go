@@ -97,7 +97,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 		return err
 	}
 	r.config.Schema, r.config.Name, r.config.Logger, r.config.Shards = r.Schema, r.Relay, logger, int16(r.shards)
-	r.config.Hooks = watch.hooks()
+	r.config.Hooks = watch.metrics.Hooks()
 	publisher, err := relay.New(pool, r.KafkaOptions(logger), r.config)
 	if err != nil {
 		return err
@@ -137,12 +137,12 @@ const gcPercent = 150
 // the relay's connections, nor takes them from it.
 const watchConnections = 2
 
-// watch serves health and metrics until the relay has stopped. Nil does nothing: --listen off.
+// watch serves health and metrics until the relay has stopped.
 type watch struct {
 	state   *monitor.State
 	metrics *metrics.Metrics
-	server  *monitor.Server
-	pool    *pgxpool.Pool // nil until begin
+	server  *monitor.Server // nil: it does not listen
+	pool    *pgxpool.Pool   // nil until begin
 
 	ctx  context.Context //nolint:containedctx // of work, which ends later than the relay
 	stop context.CancelFunc
@@ -151,8 +151,13 @@ type watch struct {
 
 // openWatch listens before anything else happens, so that probes see a starting replica.
 func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, error) {
+	w := &watch{state: monitor.NewState()}
+	w.metrics = metrics.New(metrics.Config{
+		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: w.state,
+	})
+	w.ctx, w.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if r.endpoints.addr == "" {
-		return nil, nil //nolint:nilnil // see watch
+		return w, nil
 	}
 	var config net.ListenConfig
 	listener, err := config.Listen(ctx, "tcp", r.endpoints.addr)
@@ -163,19 +168,14 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		// The address is only the default: another relay on this machine must not prevent
 		// publishing.
 		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the default address is in use; give --listen", "error", err)
-		return nil, nil //nolint:nilnil // see watch
+		return w, nil
 	}
-	state := monitor.NewState()
 	reach := "this machine"
 	if tcp, is := listener.Addr().(*net.TCPAddr); !is || !tcp.IP.IsLoopback() {
 		reach = "other machines too"
 	}
 	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", listener.Addr().String(), "reachable_from", reach)
-	w := &watch{state: state, metrics: metrics.New(metrics.Config{
-		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: state,
-	})}
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
-	w.ctx, w.stop = context.WithCancel(context.WithoutCancel(ctx))
 	w.work.Go(func() {
 		if err := w.server.Run(w.ctx, listener); err != nil {
 			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
@@ -184,16 +184,9 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	return w, nil
 }
 
-func (w *watch) hooks() relay.Hooks {
-	if w == nil {
-		return relay.Hooks{}
-	}
-	return w.metrics.Hooks()
-}
-
 // begin also starts to watch the database of the relay's pool.
 func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool) error {
-	if w == nil {
+	if w.server == nil {
 		return nil
 	}
 	config := pool.Config()
@@ -211,9 +204,6 @@ func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool) error {
 
 // close stops everything. Call it after the relay has stopped.
 func (w *watch) close() {
-	if w == nil {
-		return
-	}
 	w.stop()
 	w.work.Wait()
 	if w.pool != nil {

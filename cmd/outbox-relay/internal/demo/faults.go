@@ -113,13 +113,8 @@ func (t *troublemaker) run(ctx context.Context, start time.Time, faults []fault)
 // running, it is killed, because it returns from that soon: if all were frozen, the run would only
 // wait.
 func (t *troublemaker) choose(f fault) (p *process, ice time.Duration) {
-	var healthy []*process
 	all := t.fleet.of(f.role)
-	for _, p := range all {
-		if p.healthy() {
-			healthy = append(healthy, p)
-		}
-	}
+	healthy := slices.DeleteFunc(slices.Clone(all), func(p *process) bool { return !p.healthy() })
 	switch {
 	case len(healthy) == 0:
 		return nil, 0

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -75,13 +76,7 @@ func (f *fleet) start(r role) error {
 
 // of returns the processes of a role.
 func (f *fleet) of(r role) []*process {
-	var found []*process
-	for _, p := range f.processes {
-		if p.job.Role == r {
-			found = append(found, p)
-		}
-	}
-	return found
+	return slices.DeleteFunc(slices.Clone(f.processes), func(p *process) bool { return p.job.Role != r })
 }
 
 // stop asks the processes of a role to end, and kills those that do not end within the limit.

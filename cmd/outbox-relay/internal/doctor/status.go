@@ -157,8 +157,7 @@ func rate(before []pipeline.Progress, now pipeline.Progress) *float64 {
 	if now.At <= at {
 		return nil
 	}
-	perSecond := float64(now.Published-published) / (now.At - at)
-	return &perSecond
+	return new(float64(now.Published-published) / (now.At - at))
 }
 
 func (s *Status) readDead(ctx context.Context, db operator.Querier, schema string) error {
@@ -317,23 +316,18 @@ func (s *Status) deadProblem(r RelayStatus) string {
 }
 
 // replicas returns the live replicas of a relay.
-func (s *Status) replicas(relay string) (all []relays.Replica) {
-	for _, r := range s.Replicas {
-		if r.Relay == relay {
-			all = append(all, r)
-		}
-	}
-	return all
+func (s *Status) replicas(relay string) []relays.Replica {
+	return slices.DeleteFunc(slices.Clone(s.Replicas), func(r relays.Replica) bool { return r.Relay != relay })
 }
 
 // owner returns the replica that holds a shard, or the zero value if nothing is known of it.
-func (s *Status) owner(of RelayStatus) *relays.Replica {
-	for i, r := range s.Replicas {
+func (s *Status) owner(of RelayStatus) relays.Replica {
+	for _, r := range s.Replicas {
 		if r.Relay == of.Relay && r.Owner == of.Owner {
-			return &s.Replicas[i]
+			return r
 		}
 	}
-	return &relays.Replica{}
+	return relays.Replica{}
 }
 
 // unheld explains why no replica holds a shard.
@@ -342,21 +336,17 @@ func (s *Status) unheld(of RelayStatus) string {
 	if len(alive) == 0 {
 		return "rows wait and no replica runs: start \"outbox-relay run\""
 	}
-	for _, r := range alive {
-		if r.Stuck() {
-			return fmt.Sprintf("rows wait and no replica holds its lease: %q is stuck: restart it", r.Owner)
-		}
+	if i := slices.IndexFunc(alive, relays.Replica.Stuck); i >= 0 {
+		return fmt.Sprintf("rows wait and no replica holds its lease: %q is stuck: restart it", alive[i].Owner)
 	}
-	for _, r := range alive {
-		if r.Away() {
-			return waitsFor(&r)
-		}
+	if i := slices.IndexFunc(alive, relays.Replica.Away); i >= 0 {
+		return waitsFor(alive[i])
 	}
 	return fmt.Sprintf("rows wait and no replica holds its lease, though %d run: see the log of %q", len(alive), alive[0].Owner)
 }
 
 // waitsFor says why the rows of a replica wait.
-func waitsFor(r *relays.Replica) string {
+func waitsFor(r relays.Replica) string {
 	return fmt.Sprintf("rows wait, since Kafka or the receiver takes none from %q (%s): make it reachable, then the relay publishes automatically", r.Owner, r.Problem)
 }
 

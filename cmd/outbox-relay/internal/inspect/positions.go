@@ -157,8 +157,7 @@ func (p *Positions) readMembers(ctx context.Context, kafka *Kafka) error {
 			c.Members = new(int)
 		case g.Err != nil: // for example without the right to describe it: unknown
 		default:
-			n := len(g.Members)
-			c.Members = &n
+			c.Members = new(len(g.Members))
 		}
 	}
 	return nil
@@ -181,8 +180,7 @@ func (p *Positions) readEnds(ctx context.Context, kafka *Kafka) error {
 		}
 		c.Start, c.End = &span.Start, &span.End
 		if c.NextOffset != nil {
-			lag, deleted := max(0, span.End-max(*c.NextOffset, span.Start)), max(0, span.Start-*c.NextOffset)
-			c.Lag, c.Deleted = &lag, &deleted
+			c.Lag, c.Deleted = new(max(0, span.End-max(*c.NextOffset, span.Start))), new(max(0, span.Start-*c.NextOffset))
 		}
 	}
 	return nil

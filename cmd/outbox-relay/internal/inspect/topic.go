@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -280,10 +281,7 @@ func (k *Kafka) first(ctx context.Context, place topicscan.Place, level kgo.Isol
 // transaction was aborted.
 func (k *Kafka) transaction(ctx context.Context, place topicscan.Place) (open, aborted bool, err error) {
 	stable, err := kadm.NewClient(k.Client).ListCommittedOffsets(ctx, place.Topic)
-	if err == nil {
-		err = stable.Error()
-	}
-	if err != nil {
+	if err = cmp.Or(err, stable.Error()); err != nil {
 		return false, false, fmt.Errorf("ask which transactions of topic %s are open: %w", place.Topic, err)
 	}
 	if end, some := stable.Lookup(place.Topic, place.Partition); some && place.Offset >= end.Offset {

@@ -17,10 +17,7 @@ import (
 
 // RefusedError means that the requested action does not apply to the key in its state. Nothing was
 // changed.
-type RefusedError struct {
-	Row    Row // as it was, locked
-	Remedy string
-}
+type RefusedError struct{ Remedy string }
 
 func (e *RefusedError) Error() string { return e.Remedy }
 
@@ -142,7 +139,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 			return err
 		}
 		if c.token != nil && was.LockToken != *c.token {
-			return &RefusedError{was, "it changed meanwhile"}
+			return &RefusedError{"it changed meanwhile"}
 		}
 		sql, args := c.sql, append([]any{place.Scope, place.Operation, place.Key}, c.args...)
 		if c.forgets && was.Flow == nil {
@@ -153,7 +150,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 			return err
 		}
 		if done.RowsAffected() == 0 {
-			return &RefusedError{was, refusal(was)}
+			return &RefusedError{refusal(was)}
 		}
 		if err := operator.Note(ctx, tx, schema, by, c.what, c.subject(was)); err != nil {
 			return err

@@ -49,10 +49,10 @@ type Replica struct {
 }
 
 // Away reports whether rows wait for the brokers or the receiver.
-func (r *Replica) Away() bool { return r.Problem != "" && !r.Stuck() }
+func (r Replica) Away() bool { return r.Problem != "" && !r.Stuck() }
 
 // Stuck reports whether one of its shards hangs.
-func (r *Replica) Stuck() bool { return r.State == "stuck" }
+func (r Replica) Stuck() bool { return r.State == "stuck" }
 
 // ReplicasMax bounds how many replicas are listed.
 const ReplicasMax = 1000

@@ -3,6 +3,7 @@
 package topicscan
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -65,9 +66,7 @@ func ExtentOf(ctx context.Context, client *kgo.Client, since time.Time, topic st
 	admin := kadm.NewClient(client)
 	// Read the end first: it defines the moment, the other offsets only have to be before it.
 	ends, err := admin.ListEndOffsets(ctx, topic)
-	if err == nil {
-		err = ends.Error()
-	}
+	err = cmp.Or(err, ends.Error())
 	if errors.Is(err, kerr.UnknownTopicOrPartition) {
 		return Extent{}, nil
 	}
@@ -75,14 +74,11 @@ func ExtentOf(ctx context.Context, client *kgo.Client, since time.Time, topic st
 		return nil, fmt.Errorf("read the end offsets of topic %s: %w", topic, err)
 	}
 	starts, err := admin.ListStartOffsets(ctx, topic)
-	if err == nil {
-		err = starts.Error()
-	}
+	err = cmp.Or(err, starts.Error())
 	from := starts
 	if err == nil && !since.IsZero() {
-		if from, err = admin.ListOffsetsAfterMilli(ctx, max(since.UnixMilli(), 0), topic); err == nil {
-			err = from.Error()
-		}
+		from, err = admin.ListOffsetsAfterMilli(ctx, max(since.UnixMilli(), 0), topic)
+		err = cmp.Or(err, from.Error())
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read the start offsets of topic %s: %w", topic, err)

@@ -12,6 +12,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+
+	"github.com/google/uuid"
 )
 
 type message struct {
@@ -47,7 +49,7 @@ func (r *run) judgeRecords(ctx context.Context) error {
 			if first, again := firsts[m]; !again {
 				firsts[m] = record
 			} else if owed[m] < 0 {
-				r.found(&r.report.Duplicates, "message %s is at %s and again at %s", idText(record.ID),
+				r.found(&r.report.Duplicates, "message %s is at %s and again at %s", uuid.UUID(record.ID),
 					r.place(first.Topic, first.Partition, first.Offset), r.place(record.Topic, record.Partition, record.Offset))
 			}
 		}
@@ -69,7 +71,7 @@ func (r *run) judgeRecords(ctx context.Context) error {
 			case r.expired(row):
 				r.report.Expired++
 			default:
-				r.found(&r.report.Missing, "row %d (id %s) is published, but not in topic %s", row.Seq, idText(row.ID), r.names[row.Topic])
+				r.found(&r.report.Missing, "row %d (id %s) is published, but not in topic %s", row.Seq, uuid.UUID(row.ID), r.names[row.Topic])
 			}
 		}
 		r.Progress("parts", int64(part+1))

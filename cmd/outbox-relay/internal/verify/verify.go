@@ -10,8 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/google/uuid"
-
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -206,8 +204,6 @@ func keyHash(topic string, key []byte) (hash [16]byte) {
 func (r *run) place(topic, partition int32, offset int64) string {
 	return fmt.Sprintf("%s/%d/%d", r.names[topic], partition, offset)
 }
-
-func idText(id [16]byte) string { return uuid.UUID(id).String() }
 
 // nothingChecked reports what the run looked for and found nothing of: that proves nothing.
 func (r *run) nothingChecked() {

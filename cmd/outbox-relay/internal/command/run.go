@@ -83,11 +83,13 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	if _, set := os.LookupEnv("GOGC"); !set {
 		debug.SetGCPercent(gcPercent)
 	}
-	watch, err := r.openWatch(ctx, logger)
+	lives, stop := context.WithCancel(context.WithoutCancel(ctx)) // health and metrics end later than the relay
+	defer stop()
+	watch, err := r.openWatch(lives, logger)
 	if err != nil {
 		return err
 	}
-	defer watch.close()
+	defer watch.close(stop)
 	pool, err := r.ConnectWaiting(ctx, r.databaseWait, logger)
 	if err != nil {
 		return err
@@ -108,7 +110,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	defer context.AfterFunc(ctx, func() {
 		logger.Info("relay drains; a second signal ends it at once", "relay", r.Relay, "drain_max", r.config.DrainMax)
 	})()
-	if err := watch.begin(ctx, pool); err != nil {
+	if err := watch.begin(ctx, lives, pool); err != nil {
 		return err
 	}
 	if err := publisher.Run(ctx); err != nil {
@@ -143,10 +145,7 @@ type watch struct {
 	metrics *metrics.Metrics
 	server  *monitor.Server // nil: it does not listen
 	pool    *pgxpool.Pool   // nil until begin
-
-	ctx  context.Context //nolint:containedctx // of work, which ends later than the relay
-	stop context.CancelFunc
-	work sync.WaitGroup
+	work    sync.WaitGroup
 }
 
 // openWatch listens before anything else happens, so that probes see a starting replica.
@@ -155,7 +154,6 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	w.metrics = metrics.New(metrics.Config{
 		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: w.state,
 	})
-	w.ctx, w.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if r.endpoints.addr == "" {
 		return w, nil
 	}
@@ -177,34 +175,34 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", listener.Addr().String(), "reachable_from", reach)
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
 	w.work.Go(func() {
-		if err := w.server.Run(w.ctx, listener); err != nil {
+		if err := w.server.Run(ctx, listener); err != nil {
 			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
 		}
 	})
 	return w, nil
 }
 
-// begin also starts to watch the database of the relay's pool.
-func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool) error {
+// begin also starts to watch the database of the relay's pool, until lives ends. ctx is the relay's.
+func (w *watch) begin(ctx, lives context.Context, pool *pgxpool.Pool) error {
 	if w.server == nil {
 		return nil
 	}
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
 	var err error
-	if w.pool, err = pgxpool.NewWithConfig(w.ctx, config); err != nil {
+	if w.pool, err = pgxpool.NewWithConfig(lives, config); err != nil {
 		return err
 	}
 	w.server.Ask(w.pool)
-	w.work.Go(func() { w.metrics.Watch(w.ctx, w.pool) })
+	w.work.Go(func() { w.metrics.Watch(lives, w.pool) })
 	w.state.Running()
 	context.AfterFunc(ctx, w.state.Draining)
 	return nil
 }
 
-// close stops everything. Call it after the relay has stopped.
-func (w *watch) close() {
-	w.stop()
+// close stops everything, with the end of lives. Call it after the relay has stopped.
+func (w *watch) close(stop context.CancelFunc) {
+	stop()
 	w.work.Wait()
 	if w.pool != nil {
 		w.pool.Close()

@@ -301,7 +301,8 @@ func positionsText(p *inspect.Positions) string {
 		return terminal.Fill("%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d",
 			terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
 	})
-	partitions := table(p.Consumers, "group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\thalted\trequested", func(c inspect.Position) string {
+	const columns = "group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\thalted\trequested"
+	partitions := table(p.Consumers, columns, func(c inspect.Position) string {
 		halted := "-"
 		if c.Trouble != "" {
 			halted = "yes"

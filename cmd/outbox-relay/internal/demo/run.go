@@ -141,9 +141,7 @@ type run struct {
 	troublemaker *troublemaker
 	duplicator   *duplicator
 	trouble      chan error // errors of the goroutines
-	orders       int        // in the database, as effects
-	effects      int
-	phase        string
+	now          Progress
 	notes        []string
 }
 
@@ -252,17 +250,17 @@ func (r *run) untilFirstEffect(ctx context.Context) error {
 	}
 	return r.until(ctx, "starting the processes", func() (left int64, err error) {
 		err = r.count(ctx)
-		return int64(1 - min(r.effects, 1)), err
+		return int64(1 - min(r.now.Effects, 1)), err
 	})
 }
 
 func (r *run) untilOrders(ctx context.Context) error {
 	err := r.until(ctx, "placing orders", func() (left int64, err error) {
 		err = r.count(ctx)
-		return int64(r.Orders - r.orders), err
+		return int64(r.Orders - r.now.Orders), err
 	})
-	if err == nil && r.orders < r.Orders {
-		return fmt.Errorf("the shop placed %d of %d orders, and then none for %v", r.orders, r.Orders, stallMax)
+	if err == nil && r.now.Orders < r.Orders {
+		return fmt.Errorf("the shop placed %d of %d orders, and then none for %v", r.now.Orders, r.Orders, stallMax)
 	}
 	return err
 }
@@ -277,7 +275,7 @@ func (r *run) untilEffects(ctx context.Context) error {
 	}
 	return r.until(ctx, "waiting for the last effects", func() (left int64, err error) {
 		err = r.count(ctx)
-		return int64(r.orders - r.effects), err
+		return int64(r.now.Orders - r.now.Effects), err
 	})
 }
 
@@ -301,20 +299,20 @@ func (r *run) untilRead(ctx context.Context) error {
 }
 
 func (r *run) untilClosed(ctx context.Context, done <-chan struct{}) error {
-	return r.until(ctx, r.phase, func() (left int64, err error) {
+	return r.until(ctx, r.now.Phase, func() (left int64, err error) {
 		select {
 		case <-done:
 			return 0, nil
 		default:
 		}
 		err = r.count(ctx)
-		return int64(r.Orders - r.effects + 1), err
+		return int64(r.Orders - r.now.Effects + 1), err
 	})
 }
 
 // judge runs the checker.
 func (r *run) judge(ctx context.Context) (Report, error) {
-	r.phase = "checking"
+	r.now.Phase = "checking"
 	r.report()
 	ctx, cancel := context.WithTimeout(ctx, judgeMax)
 	defer cancel()
@@ -351,13 +349,10 @@ func (r *run) note(err error) {
 }
 
 func (r *run) report() {
-	r.Progress(Progress{
-		Elapsed: time.Since(r.begin), Phase: r.phase, Orders: r.orders, Effects: r.effects,
-		Delivered:  int(r.duplicator.delivered.Load()),
-		Duplicates: int(r.duplicator.injected.Load()),
-		Kills:      int(r.troublemaker.kills.Load()),
-		Freezes:    int(r.troublemaker.freezes.Load()),
-	})
+	r.now.Elapsed = time.Since(r.begin)
+	r.now.Delivered, r.now.Duplicates = int(r.duplicator.delivered.Load()), int(r.duplicator.injected.Load())
+	r.now.Kills, r.now.Freezes = int(r.troublemaker.kills.Load()), int(r.troublemaker.freezes.Load())
+	r.Progress(r.now)
 }
 
 const countsSQL = `-- demo.counts
@@ -390,7 +385,7 @@ func (r *run) query(ctx context.Context, sql string, args ...any) pgx.Row {
 
 // count reads how many orders and effects the database has.
 func (r *run) count(ctx context.Context) error {
-	if err := r.query(ctx, countsSQL).Scan(&r.orders, &r.effects); err != nil {
+	if err := r.query(ctx, countsSQL).Scan(&r.now.Orders, &r.now.Effects); err != nil {
 		return fmt.Errorf("count orders and effects: %w", err)
 	}
 	return nil
@@ -399,7 +394,7 @@ func (r *run) count(ctx context.Context) error {
 // until calls ask repeatedly. It ends when ask returns 0, or when its result has not decreased for
 // stallMax, which is no error.
 func (r *run) until(ctx context.Context, phase string, ask func() (int64, error)) error {
-	r.phase = phase
+	r.now.Phase = phase
 	least, since := int64(-1), time.Now()
 	for {
 		left, err := ask()

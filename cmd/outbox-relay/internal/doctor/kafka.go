@@ -138,9 +138,11 @@ func missing(name string, details kadm.TopicDetails, replicas int) []Finding {
 	check, d := "topic "+name, details[name]
 	switch {
 	case consumers.Absent(details, name):
-		return []Finding{fail(check, "create the topic: "+createTopic(name, replicas)+"   # the rows that wait for it are then published automatically", "it does not exist")}
+		remedy := "create the topic: " + createTopic(name, replicas) + "   # the rows that wait for it are then published automatically"
+		return []Finding{fail(check, remedy, "it does not exist")}
 	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
-		return []Finding{fail(check, "grant DESCRIBE and WRITE on the topic: the rows that wait for it are then published automatically", "not allowed: %v", d.Err)}
+		const remedy = "grant DESCRIBE and WRITE on the topic: the rows that wait for it are then published automatically"
+		return []Finding{fail(check, remedy, "not allowed: %v", d.Err)}
 	case d.Err != nil:
 		return []Finding{fail(check, "see the brokers' logs", "%v", d.Err)}
 	}
@@ -154,9 +156,11 @@ func topic(config kadm.ResourceConfig, largest int64, detail kadm.TopicDetail) [
 	check, allowed := "topic "+config.Name, detail.AuthorizedOperations
 	switch {
 	case slices.Contains(allowed, kadm.OpDescribe) && !slices.Contains(allowed, kadm.OpWrite):
-		return []Finding{fail(check, "grant WRITE on the topic: the rows that wait for it are then published automatically", "this user may describe it, but not write to it")}
+		const remedy = "grant WRITE on the topic: the rows that wait for it are then published automatically"
+		return []Finding{fail(check, remedy, "this user may describe it, but not write to it")}
 	case config.Err != nil:
-		return []Finding{warn(check, "grant DESCRIBE_CONFIGS on the topic: doctor then compares its limits with the rows that wait", "its settings cannot be read: %v", config.Err)}
+		const remedy = "grant DESCRIBE_CONFIGS on the topic: doctor then compares its limits with the rows that wait"
+		return []Finding{warn(check, remedy, "its settings cannot be read: %v", config.Err)}
 	}
 	maxBytes, knownMax := setting(config, "max.message.bytes")
 	inSync, knownInSync := setting(config, "min.insync.replicas")

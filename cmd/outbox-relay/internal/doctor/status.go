@@ -167,14 +167,14 @@ func (s *Status) readDead(ctx context.Context, db operator.Querier, schema strin
 			names = append(names, r.Relay)
 		}
 	}
-	var relay, reason string
+	var name, reason string
 	var shard int16
 	var n int64
 	counted := map[string]int64{}
-	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{names, pipeline.CountMax}, []any{&relay, &shard, &reason, &n}, func() error {
-		counted[relay] += n
+	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{names, pipeline.CountMax}, []any{&name, &shard, &reason, &n}, func() error {
+		counted[name] += n
 		for i := range s.Relays {
-			if s.Relays[i].Relay == relay && s.Relays[i].Shard == shard {
+			if s.Relays[i].Relay == name && s.Relays[i].Shard == shard {
 				s.Relays[i].Dead[reason] = n
 			}
 		}
@@ -280,8 +280,8 @@ type PausedTopic struct {
 }
 
 // readPausedTopics reads the paused topics, also those without waiting rows: their next row waits.
-func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) (err error) {
-	s.PausedTopics, err = operator.Rows(ctx, db, "read paused topics", schema, pausedTopicsSQL, pgx.RowToStructByPos[PausedTopic], relay, pipeline.CountMax)
+func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, name string) (err error) {
+	s.PausedTopics, err = operator.Rows(ctx, db, "read paused topics", schema, pausedTopicsSQL, pgx.RowToStructByPos[PausedTopic], name, pipeline.CountMax)
 	if err != nil {
 		return err
 	}
@@ -316,8 +316,8 @@ func (s *Status) deadProblem(r RelayStatus) string {
 }
 
 // replicas returns the live replicas of a relay.
-func (s *Status) replicas(relay string) []relays.Replica {
-	return slices.DeleteFunc(slices.Clone(s.Replicas), func(r relays.Replica) bool { return r.Relay != relay })
+func (s *Status) replicas(name string) []relays.Replica {
+	return slices.DeleteFunc(slices.Clone(s.Replicas), func(r relays.Replica) bool { return r.Relay != name })
 }
 
 // owner returns the replica that holds a shard, or the zero value if nothing is known of it.
@@ -377,7 +377,8 @@ type Scheduled struct {
 // ReadScheduled counts scheduled messages.
 func ReadScheduled(ctx context.Context, db operator.Querier, schema string) (Scheduled, error) {
 	var s Scheduled
-	if err := db.QueryRow(ctx, migrations.InSchema(scheduledSQL, schema), pipeline.CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
+	row := db.QueryRow(ctx, migrations.InSchema(scheduledSQL, schema), pipeline.CountMax+1)
+	if err := row.Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
 		return s, fmt.Errorf("count messages for later: %w", err)
 	}
 	s.CountExact, s.OverdueExact = s.Count <= pipeline.CountMax, s.Overdue <= pipeline.CountMax

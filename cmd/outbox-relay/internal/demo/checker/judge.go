@@ -262,11 +262,11 @@ func ReadTopic(ctx context.Context, options []kgo.Opt, topic string, evidence *E
 	}
 	defer client.Close()
 	extent, err := topicscan.ExtentOf(ctx, client, time.Time{}, topic)
+	if err == nil && len(extent) == 0 {
+		err = kerr.UnknownTopicOrPartition
+	}
 	if err != nil {
 		return fmt.Errorf("check topic %s: %w", topic, err)
-	}
-	if len(extent) == 0 {
-		return fmt.Errorf("check topic %s: %w", topic, kerr.UnknownTopicOrPartition)
 	}
 	err = topicscan.Scan(ctx, options, map[string]topicscan.Extent{topic: extent}, func(r *kgo.Record) error {
 		evidence.Records = append(evidence.Records, decode(r))

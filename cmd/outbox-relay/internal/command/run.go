@@ -80,7 +80,7 @@ such as a password, is an error at once.
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
-	if _, set := os.LookupEnv("GOGC"); !set {
+	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(gcPercent)
 	}
 	lives, stop := context.WithCancel(context.WithoutCancel(ctx)) // health and metrics end later than the relay

@@ -135,7 +135,8 @@ func Explain(ctx context.Context, db operator.DB, kafka *Kafka, q Question) (*Ex
 	}
 	for _, step := range []func(context.Context) error{
 		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows,
-		func(ctx context.Context) error { return e.states(ctx, e.out.Outbox) }, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
+		func(ctx context.Context) error { return e.states(ctx, e.out.Outbox) },
+		e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
 	} {
 		err := step(ctx)
 		switch {

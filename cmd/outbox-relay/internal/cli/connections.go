@@ -124,21 +124,16 @@ const (
 // weakest returns the host with the least safe connection. This machine and its sockets are safe.
 func weakest(c *pgx.ConnConfig) (host string, mode sslMode) {
 	order := []sslMode{sslDisable, sslPrefer, sslRequire, sslVerifyCA, sslVerifyFull}
-	ways := map[string][]*tls.Config{}
-	var names []string
-	for _, h := range hosts(c) {
-		if isLocal(h) {
-			continue
-		}
-		if ways[h.Host] == nil {
-			names = append(names, h.Host)
-		}
-		ways[h.Host] = append(ways[h.Host], h.TLSConfig)
-	}
 	mode = sslVerifyFull
-	for _, name := range names {
-		if m := modeOf(ways[name]); slices.Index(order, m) < slices.Index(order, mode) {
-			host, mode = name, m
+	for _, h := range hosts(c) {
+		var ways []*tls.Config
+		for _, attempt := range hosts(c) {
+			if attempt.Host == h.Host {
+				ways = append(ways, attempt.TLSConfig)
+			}
+		}
+		if m := modeOf(ways); !isLocal(h) && slices.Index(order, m) < slices.Index(order, mode) {
+			host, mode = h.Host, m
 		}
 	}
 	return host, mode
@@ -188,8 +183,13 @@ func (s *Settings) usePassword(_ context.Context, config *pgx.ConnConfig) error 
 	return nil
 }
 
-// DatabaseAddress returns the URL, for code that only takes one. It is a secret: print Target.
-func (s *Settings) DatabaseAddress() string { return s.databaseURL.reveal() }
+// DatabaseAddress returns the URL, for code that only takes one, or an empty text. It is a secret: print Target.
+func (s *Settings) DatabaseAddress() string {
+	if s.pool == nil {
+		return ""
+	}
+	return s.pool.ConnString()
+}
 
 // settingsFileBytesMax is far above any password, token, key or list of authorities.
 const settingsFileBytesMax = 4 << 20

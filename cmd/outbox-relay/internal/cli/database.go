@@ -130,13 +130,6 @@ func (s *Settings) Connect(ctx context.Context) (*pgx.Conn, error) {
 	return s.connectWith(ctx, s.pool.ConnConfig.Copy())
 }
 
-// ConnectWriting opens a connection to a primary that accepts writes. Close it with HangUp.
-func (s *Settings) ConnectWriting(ctx context.Context) (*pgx.Conn, error) {
-	config := s.pool.ConnConfig.Copy()
-	config.ValidateConnect = refuseReadOnly
-	return s.connectWith(ctx, config)
-}
-
 func (s *Settings) connectWith(ctx context.Context, config *pgx.ConnConfig) (*pgx.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectMax)
 	defer cancel()
@@ -366,11 +359,11 @@ func (s *Settings) Read(ctx context.Context, work func(context.Context, *pgx.Con
 // WithTables runs work with a connection, after checking the version of the tables. A command that
 // writes needs a primary.
 func (s *Settings) WithTables(ctx context.Context, writes bool, work func(context.Context, *pgx.Conn) error) error {
-	connect := s.Connect
+	config := s.pool.ConnConfig.Copy()
 	if writes {
-		connect = s.ConnectWriting
+		config.ValidateConnect = refuseReadOnly
 	}
-	conn, err := connect(ctx)
+	conn, err := s.connectWith(ctx, config)
 	if err != nil {
 		return err
 	}

@@ -16,6 +16,7 @@ var Away = away
 
 // FormatSettings formats settings that hold a database URL, in every usual way.
 func FormatSettings(databaseURL string) string {
-	s := secret{func() string { return databaseURL }}
-	return fmt.Sprintf("%v %+v %#v %s %q", s, Settings{databaseURL: s}, s, s, s) + s.LogValue().String()
+	s := Settings{}
+	_ = s.parseDatabaseURL(databaseURL) // the address says whether it was parsed
+	return fmt.Sprintf("%v %+v %#v %v %+v %s", s, s, s, s.pool, &s, s.Target())
 }

@@ -20,23 +20,6 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// secret is a text that never appears in formatted output. A function holds it, because fmt prints
-// a struct inside another struct without calling its methods.
-type secret struct{ text func() string }
-
-const hidden = "(hidden)"
-
-func (s secret) String() string       { return hidden }
-func (s secret) GoString() string     { return hidden }
-func (s secret) LogValue() slog.Value { return slog.StringValue(hidden) }
-
-func (s secret) reveal() string {
-	if s.text == nil {
-		return ""
-	}
-	return s.text()
-}
-
 // Settings are the flags that every command has. They are complete when a command runs.
 type Settings struct {
 	Brokers []string // --brokers, as host:port; empty: not given
@@ -44,9 +27,8 @@ type Settings struct {
 	Relay   string   // --relay
 	JSON    bool     // --json, of commands that have it
 
-	databaseURL      secret // empty: not given
 	databasePassword secretFile
-	pool             *pgxpool.Config // parsed from databaseURL; nil: not given
+	pool             *pgxpool.Config // of the database URL, behind a pointer: formatted settings do not show it; nil: not given
 	kafka            kafkaSecurity
 	insecure         bool
 	logLevel         slog.Level
@@ -259,13 +241,9 @@ func (s *Settings) fromEnvironment(f *pflag.Flag) (name, value string) {
 	return "", ""
 }
 
-func (s *Settings) parseDatabaseURL(text string) error {
-	config, err := parseDatabaseURL(text)
-	if err != nil {
-		return err
-	}
-	s.databaseURL, s.pool = secret{func() string { return text }}, config
-	return nil
+func (s *Settings) parseDatabaseURL(text string) (err error) {
+	s.pool, err = parseDatabaseURL(text)
+	return err
 }
 
 func (s *Settings) parseBrokers(text string) error {

@@ -50,11 +50,19 @@ func list[T any](out io.Writer, asJSON bool, all []T, none, header string, row f
 	case len(all) == 0:
 		return terminal.Say(out, "%s\n", none)
 	}
+	return terminal.Write(out, table(all, header, row))
+}
+
+// table is a text of aligned columns, which tabs separate; empty for nothing.
+func table[T any](all []T, header string, row func(T) string) string {
+	if len(all) == 0 {
+		return ""
+	}
 	text := header + "\n"
 	for _, one := range all {
 		text += row(one) + "\n"
 	}
-	return terminal.Write(out, terminal.Table(text))
+	return terminal.Table(text)
 }
 
 // Widths of columns, in characters.

@@ -31,15 +31,14 @@ func newConsumer(s *cli.Settings) *cobra.Command {
 // consumerChange holds the flags of every change.
 type consumerChange struct {
 	operator.By
-
-	group, topic string
+	consumers.Partition
 }
 
 // add adds the flags. otherwise is as for addBy.
 func (c *consumerChange) add(s *cli.Settings, cmd *cobra.Command, otherwise string) {
 	flags := cmd.Flags()
-	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { c.group = text; return nil })
-	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { c.topic = text; return nil })
+	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { c.Group = text; return nil })
+	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { c.Topic = text; return nil })
 	addBy(s, cmd, &c.By, otherwise)
 	cli.CommandLineOnly(flags, "group", "topic")
 	s.Check(cmd, c.Validate)
@@ -48,10 +47,10 @@ func (c *consumerChange) add(s *cli.Settings, cmd *cobra.Command, otherwise stri
 // Validate returns all problems of the flags.
 func (c *consumerChange) Validate() error {
 	var problems []error
-	if c.group == "" {
+	if c.Group == "" {
 		problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
 	}
-	if c.topic == "" {
+	if c.Topic == "" {
 		problems = append(problems, errors.New("--topic is missing"))
 	}
 	return errors.Join(problems...)
@@ -67,15 +66,15 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, c.By, c.group, c.topic)
+				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, c.By, c.Group, c.Topic)
 				if err != nil {
 					return err
 				}
-				text := "is being paused: consumers of group " + terminal.Plain(c.group) + " finish their batch, and stop within some seconds"
+				text := "is being paused: consumers of group " + terminal.Plain(c.Group) + " finish their batch, and stop within some seconds"
 				if !paused {
 					text = "was paused already: " + pauseText(pause)
 				}
-				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(c.topic), text)
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"paused": paused, "pause": pause}, "topic %s %s\n", terminal.Plain(c.Topic), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -97,7 +96,7 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 		Example: `  outbox-relay consumer resume --group billing --topic orders`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, c.By, c.group, c.topic)
+				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, c.By, c.Group, c.Topic)
 				if err != nil {
 					return err
 				}
@@ -105,7 +104,7 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 				if !resumed {
 					text = "was not paused"
 				}
-				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"resumed": resumed, "group": c.group, "topic": c.topic}, "topic %s %s for group %s\n", terminal.Plain(c.topic), text, terminal.Plain(c.group))
+				return say(cmd.OutOrStdout(), s.JSON, map[string]any{"resumed": resumed, "group": c.Group, "topic": c.Topic}, "topic %s %s for group %s\n", terminal.Plain(c.Topic), text, terminal.Plain(c.Group))
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -198,14 +197,14 @@ type resumeAt struct {
 	consumerChange
 
 	s              *cli.Settings
-	partition      int32
 	at             int64
 	given          bool
 	cancel, dryRun bool
 }
 
 func newConsumerResumeAt(s *cli.Settings) *cobra.Command {
-	r := &resumeAt{s: s, partition: -1}
+	r := &resumeAt{s: s}
+	r.Partition.Partition = -1
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "resume-at",
 		Short: "Make a partition continue at another offset",
@@ -229,7 +228,7 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 		if err != nil || n < 0 {
 			return errors.New("want a number, from 0 on")
 		}
-		r.partition = int32(n)
+		r.Partition.Partition = int32(n)
 		return nil
 	})
 	cli.AddText(flags, "at", 32, "where it continues: earliest, latest or an offset", func(text string) (err error) {
@@ -246,7 +245,7 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 // Validate returns all problems of the flags.
 func (r *resumeAt) Validate() error {
 	var problems []error
-	if r.partition < 0 {
+	if r.Partition.Partition < 0 {
 		problems = append(problems, errors.New("--partition is missing"))
 	}
 	if r.given == r.cancel {
@@ -262,7 +261,7 @@ func (r *resumeAt) Validate() error {
 }
 
 func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
-	p := consumers.Partition{Group: r.group, Topic: r.topic, Partition: r.partition}
+	p := r.Partition
 	extent, err := r.extent(ctx, p)
 	if err != nil {
 		return err

@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
@@ -94,28 +95,27 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 }
 
 // examineKafka skips the topics if the database could not be read: db is nil then.
-func examineKafka(ctx context.Context, s *cli.Settings, db operator.Querier, options doctorOptions) []doctor.Finding {
+func examineKafka(ctx context.Context, s *cli.Settings, db operator.Querier, options doctorOptions) (findings []doctor.Finding) {
 	if len(s.Brokers) == 0 {
 		return []doctor.Finding{{
 			Check: "brokers", Severity: doctor.Warn, Message: "not checked: no brokers were given",
 			Remedy: "give --brokers, or set OUTBOX_BROKERS or KAFKA_BROKERS",
 		}}
 	}
-	client, err := s.KafkaClient(options.limit)
+	err := s.AskKafka(ctx, options.limit, func(limited context.Context, client *kgo.Client) error {
+		admin := kadm.NewClient(client)
+		findings = doctor.Brokers(limited, admin, strings.Join(s.Brokers, ","))
+		if db != nil && doctor.Well(findings) {
+			findings = append(findings, doctor.Topics(limited, db, admin, s.Schema, options.topicPrefix)...)
+			findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
+			findings = append(findings, doctor.Consumers(limited, db, admin, s.Schema)...)
+		}
+		return nil
+	})
 	if err != nil {
 		return []doctor.Finding{{Check: "brokers", Severity: doctor.Fail, Message: err.Error(), Remedy: "fix the Kafka flags"}}
 	}
-	defer client.Close()
-	limited, cancel := context.WithTimeout(ctx, options.limit)
-	defer cancel()
-	admin := kadm.NewClient(client)
-	findings := doctor.Brokers(limited, admin, strings.Join(s.Brokers, ","))
-	if db == nil || !doctor.Well(findings) {
-		return findings
-	}
-	findings = append(findings, doctor.Topics(limited, db, admin, s.Schema, options.topicPrefix)...)
-	findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
-	return append(findings, doctor.Consumers(limited, db, admin, s.Schema)...)
+	return findings
 }
 
 func findingsText(findings []doctor.Finding) string {

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	"slices"
@@ -50,7 +49,16 @@ with the error.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return explain(ctx, s, q, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) error {
+					found, err := inspect.Explain(ctx, conn, kafka, q)
+					if err != nil {
+						return err
+					}
+					well := found.Known && found.KafkaError == "" && len(found.Problems) == 0
+					return answer(cmd.OutOrStdout(), s.JSON, found, explanationText(found, kafka != nil), well)
+				})
+			})
 		},
 	}, cli.FlagDatabaseURL))
 	flags := cmd.Flags()
@@ -61,18 +69,6 @@ with the error.`,
 	cli.CommandLineOnly(flags, "topic", "since")
 	s.AddJSON(cmd)
 	return cmd
-}
-
-func explain(ctx context.Context, s *cli.Settings, q inspect.Question, out io.Writer, logger *slog.Logger) error {
-	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		return withKafka(s, logger, func(kafka *inspect.Kafka) error {
-			found, err := inspect.Explain(ctx, conn, kafka, q)
-			if err != nil {
-				return err
-			}
-			return answer(out, s.JSON, found, explanationText(found, kafka != nil), found.Known && found.KafkaError == "" && len(found.Problems) == 0)
-		})
-	})
 }
 
 // withKafka runs work with what reads topics: nil without brokers.
@@ -106,8 +102,8 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 	for _, e := range events {
 		terminal.Add(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
 	}
-	if x.At != nil && x.At.State != inspect.PlaceRecord {
-		terminal.Add(&text, "%s: %s\n", x.At.Place, atText(x.At))
+	if x.At != nil && x.At.Text != "" {
+		terminal.Add(&text, "%s: %s\n", x.At.Place, x.At.Text)
 	}
 	switch {
 	case x.At != nil && len(x.Records) == 0 && x.KafkaError == "": // the place itself says why
@@ -139,30 +135,6 @@ func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 		terminal.Add(&text, "incomplete: %s\n", terminal.Clip(problem, kafkaErrorWidth))
 	}
 	return text.String()
-}
-
-// atText says what is at a place without a record.
-func atText(at *inspect.At) string {
-	switch at.State {
-	case inspect.PlaceNoTopic:
-		return "this topic does not exist: was it deleted, or is its name misspelt?"
-	case inspect.PlaceNoPartition:
-		return "the topic has " + human.Count(at.Partitions, "partition") + ", from 0 on"
-	case inspect.PlaceDeleted:
-		return fmt.Sprintf("deleted: the partition begins at %d, by the topic's retention or by hand", at.Start)
-	case inspect.PlaceBeyondEnd:
-		return fmt.Sprintf("not written yet: the next offset is %d", at.End)
-	case inspect.PlaceCompacted:
-		return "no record at this offset any more: the topic is compacted, or was"
-	case inspect.PlaceAborted:
-		return "a record of an aborted transaction: consumers do not get it"
-	case inspect.PlaceOpen:
-		return "part of an open transaction, or behind the first record of one: consumers get nothing from there on until it ends"
-	case inspect.PlaceControl:
-		return "the end marker of a transaction, not a message"
-	case inspect.PlaceRecord:
-	}
-	return "a record"
 }
 
 // claimGone says why a consumer that handled a message has no claim of it.

@@ -217,21 +217,18 @@ func (c *selection) list(ctx context.Context, conn *pgx.Conn, asJSON bool, out i
 }
 
 func (c *selection) table(rows []held.Row) string {
-	var text strings.Builder
 	place := "seq\tid\ttopic"
 	if c.kind == held.Parked {
 		place = "consumer\tid\ttopic/partition/offset"
 	}
-	text.WriteString(place + "\tkey\treason\tattempts\tage\tbehind it\terror\n")
-	for _, r := range rows {
-		if c.kind == held.Dead {
-			terminal.Add(&text, "%d\t%s\t%s", r.Seq, r.ID, r.Topic)
-		} else {
-			terminal.Add(&text, "%s\t%s\t%s", consumerText(r.Consumer), r.ID, r.At())
+	return table(rows, place+"\tkey\treason\tattempts\tage\tbehind it\terror", func(r held.Row) string {
+		text := terminal.Fill("%d\t%s\t%s", r.Seq, r.ID, r.Topic)
+		if c.kind == held.Parked {
+			text = terminal.Fill("%s\t%s\t%s", consumerText(r.Consumer), r.ID, r.At())
 		}
-		terminal.Add(&text, "\t%s\t%s\t%d\t%s\t%d\t%s\n", keyText(r.Key), stateText(&r), r.Attempts, human.Seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
-	}
-	return terminal.Table(text.String())
+		return text + terminal.Fill("\t%s\t%s\t%d\t%s\t%d\t%s",
+			keyText(r.Key), stateText(&r), r.Attempts, human.Seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
+	})
 }
 
 // stateText is the reason, and the progress of a retry.

@@ -39,10 +39,6 @@ KEY is what the client sent or, for an unfinished key, the eight digits that log
 	}, newKeysList(s), newKeysShow(s), newKeysUnlock(s), newKeysRetry(s), newKeysFinish(s), newKeysReap(s))
 }
 
-func keyStates() []string {
-	return []string{keys.Running, keys.Finished, keys.Indeterminate, keys.Abandoned, keys.Stuck}
-}
-
 func newKeysList(s *cli.Settings) *cobra.Command {
 	var filter keys.Filter
 	var state *string
@@ -69,7 +65,7 @@ nothing without the scope. A list of finished keys without --scope reads the who
 		},
 	}, cli.FlagDatabaseURL)
 	flags := cmd.Flags()
-	cli.AddOneOf(flags, &state, "state", "state", keyStates())
+	cli.AddOneOf(flags, &state, "state", "state", []string{keys.Running, keys.Finished, keys.Indeterminate, keys.Abandoned, keys.Stuck})
 	addPlace(flags, &filter.Scope, &filter.Operation)
 	cli.AddAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
 	cli.AddInt(flags, &limit, flagLimit, listMax, 1, 100_000, "list at most this many")

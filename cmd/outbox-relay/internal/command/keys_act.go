@@ -24,12 +24,6 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// changedKey is what unlock, retry and finish print with --json.
-type changedKey struct {
-	What string `json:"what"`
-	*keys.Changed
-}
-
 // keyAct holds the argument and the flags of a command that changes a key.
 type keyAct struct {
 	theKey
@@ -50,7 +44,11 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, a *keyAct, act func(ctx cont
 			if err != nil {
 				return err
 			}
-			return say(cmd.OutOrStdout(), s.JSON, changedKey{"key." + cmd.Name(), changed}, "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
+			printed := struct {
+				What string `json:"what"`
+				*keys.Changed
+			}{"key." + cmd.Name(), changed}
+			return say(cmd.OutOrStdout(), s.JSON, printed, "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
 		})
 	}
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
@@ -75,15 +73,14 @@ const bodyMax = 64 << 20
 
 // finishing holds the flags of finish.
 type finishing struct {
-	status  int
-	headers map[string][]string
+	keys.Outcome
+
 	file    string
-	window  time.Duration
 	forever bool
 }
 
 func newKeysFinish(s *cli.Settings) *cobra.Command {
-	a, f := &keyAct{}, &finishing{status: -1, headers: map[string][]string{}}
+	a, f := &keyAct{}, &finishing{Outcome: keys.Outcome{Status: -1, Header: map[string][]string{}}}
 	cmd := &cobra.Command{
 		Use:   "finish KEY",
 		Short: "Store the outcome of a key: every request with it gets that",
@@ -106,7 +103,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 		if err != nil || n != 0 && (n < 200 || n > 999) {
 			return errors.New("want a number: 0, or 200 to 999")
 		}
-		f.status = n
+		f.Status = n
 		return nil
 	})
 	addRepeated(cmd.Flags(), "header", "header of the outcome, as 'Name: value'; repeatable", f.addHeader)
@@ -117,21 +114,17 @@ request is executed again, and pays again. Finishes are recorded.`,
 		if err != nil || d < time.Minute || d > cli.AgeMax {
 			return errors.New("want a duration such as 24h, " + bounds)
 		}
-		f.window = d
+		f.Window = &d
 		return nil
 	})
 	cli.AddBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
 	cli.CommandLineOnly(cmd.Flags(), "status", "body-file", "window", "forever")
 	newKeyAct(s, cmd, a, func(ctx context.Context, pool *pgxpool.Pool, place keys.Place) (*keys.Changed, error) {
-		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
-		if f.forever {
-			outcome.Window = nil
-		}
 		var err error
-		if outcome.Body, err = f.body(cmd.InOrStdin()); err != nil {
+		if f.Body, err = f.body(cmd.InOrStdin()); err != nil {
 			return nil, err
 		}
-		return keys.Finish(ctx, pool, s.Schema, a.by, place, outcome)
+		return keys.Finish(ctx, pool, s.Schema, a.by, place, f.Outcome)
 	}, f.said)
 	s.Check(cmd, f.Validate)
 	return cmd
@@ -140,10 +133,10 @@ request is executed again, and pays again. Finishes are recorded.`,
 // Validate returns all problems of flags that depend on each other.
 func (f *finishing) Validate() error {
 	var problems []error
-	if f.status < 0 {
+	if f.Status < 0 {
 		problems = append(problems, errors.New("--status is missing: want the status that requests get"))
 	}
-	switch window := f.window != 0; {
+	switch window := f.Window != nil; {
 	case f.forever && window:
 		problems = append(problems, errors.New("--forever and --window: want one of them"))
 	case !f.forever && !window:
@@ -153,9 +146,21 @@ func (f *finishing) Validate() error {
 	return errors.Join(problems...)
 }
 
+// said says what happens next, as unlocked and retried do.
 func (f *finishing) said(changed *keys.Changed) string {
-	text := finished(changed, f.status)
-	if changed.Was.Sealed && (len(f.headers) > 0 || f.file != "") {
+	was := changed.Was
+	text := fmt.Sprintf("it was %s, and is finished: every request with it gets status %d; ", was.State, f.Status)
+	if at := changed.Now.ExpiresAt; at == nil {
+		text += "the key is never forgotten"
+	} else {
+		text += "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
+	}
+	if len(was.Phases) > 0 {
+		text += fmt.Sprintf("; what %s did stays, and the phases after that are not executed", terminal.Printable(strings.Join(was.Phases, ", ")))
+	} else if was.Calling != nil {
+		text += fmt.Sprintf("; what phase %q and those behind it would have written is not written", *was.Calling)
+	}
+	if was.Sealed && (len(f.Header) > 0 || f.file != "") {
 		text += "; its texts were encrypted, this outcome is not"
 	}
 	return text
@@ -208,7 +213,7 @@ func (f *finishing) addHeader(text string) error {
 	if idempotency.NeverStored(name) {
 		return errors.New("such a header is not stored: it belongs to one client, connection or moment")
 	}
-	f.headers[name] = append(f.headers[name], value)
+	f.Header[name] = append(f.Header[name], value)
 	return nil
 }
 
@@ -408,7 +413,7 @@ func stays(r keys.Row) string {
 	return fmt.Sprintf(" (what %s did stays: if that is a failure, undo it by hand first)", terminal.Printable(strings.Join(r.Phases, ", ")))
 }
 
-// unlocked, retried and finished say what happens next.
+// unlocked and retried say what happens next.
 func unlocked(changed *keys.Changed) string {
 	was, text := changed.Was, "the lock is ended, the next request continues it"
 	if was.InDoubt() {
@@ -434,22 +439,6 @@ func retried(changed *keys.Changed) string {
 		text += fmt.Sprintf("; behind the call of phase %q, which is not made again", *was.Calling)
 	case was.Calling != nil:
 		text += fmt.Sprintf("; the call of phase %q is made again", *was.Calling)
-	}
-	return text
-}
-
-func finished(changed *keys.Changed, status int) string {
-	was := changed.Was
-	text := fmt.Sprintf("it was %s, and is finished: every request with it gets status %d; ", was.State, status)
-	if at := changed.Now.ExpiresAt; at == nil {
-		text += "the key is never forgotten"
-	} else {
-		text += "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
-	}
-	if len(was.Phases) > 0 {
-		text += fmt.Sprintf("; what %s did stays, and the phases after that are not executed", terminal.Printable(strings.Join(was.Phases, ", ")))
-	} else if was.Calling != nil {
-		text += fmt.Sprintf("; what phase %q and those behind it would have written is not written", *was.Calling)
 	}
 	return text
 }

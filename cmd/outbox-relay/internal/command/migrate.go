@@ -28,19 +28,18 @@ func newMigrate(s *cli.Settings) *cobra.Command {
 	}, newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s), newMigrateRoles(s))
 }
 
-// migrated is what "migrate up" and "migrate down" print.
-type migrated struct {
-	Schema string `json:"schema"`
-	From   int    `json:"from"`
-	To     int    `json:"to"`
-}
-
-func (m migrated) print(out io.Writer, asJSON bool) error {
-	change := fmt.Sprintf("was %d", m.From)
-	if m.From == m.To {
+// printMigrated prints what "migrate up" and "migrate down" did.
+func printMigrated(out io.Writer, asJSON bool, before migrations.State, to int) error {
+	change := fmt.Sprintf("was %d", before.Current)
+	if before.Current == to {
 		change = "nothing to do"
 	}
-	return say(out, asJSON, m, "schema %s: version %d, %s\n", m.Schema, m.To, change)
+	printed := struct {
+		Schema string `json:"schema"`
+		From   int    `json:"from"`
+		To     int    `json:"to"`
+	}{before.Schema, before.Current, to}
+	return say(out, asJSON, printed, "schema %s: version %d, %s\n", before.Schema, to, change)
 }
 
 func newMigrateUp(s *cli.Settings) *cobra.Command {
@@ -60,7 +59,7 @@ who, pauses and retries, until --lock-wait.`,
 					return err
 				}
 				// Up does not change a newer schema.
-				return migrated{state.Schema, state.Current, max(state.Current, state.Latest)}.print(cmd.OutOrStdout(), s.JSON)
+				return printMigrated(cmd.OutOrStdout(), s.JSON, state, max(state.Current, state.Latest))
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -121,7 +120,7 @@ messages take effect again) and positions. Without --yes it only lists the table
 						return err
 					}
 				}
-				return migrated{state.Schema, state.Current, to}.print(cmd.OutOrStdout(), s.JSON)
+				return printMigrated(cmd.OutOrStdout(), s.JSON, state, to)
 			})
 		},
 	}, cli.FlagDatabaseURL)
@@ -153,14 +152,6 @@ func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, 
 	})
 }
 
-// schemaState is what "migrate status" prints.
-type schemaState struct {
-	Schema  string `json:"schema"`
-	Current int    `json:"current"`
-	Latest  int    `json:"latest"`
-	State   string `json:"state"` // current, compatible, missing, old or new
-}
-
 func newMigrateStatus(s *cli.Settings) *cobra.Command {
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "status",
@@ -178,20 +169,25 @@ version is compatible if its release says so.`,
 }
 
 func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error {
-	s := schemaState{Schema: state.Schema, Current: state.Current, Latest: state.Latest, State: "current"}
-	remedy := "current"
+	name, remedy := "current", "current"
 	switch {
 	case state.Current == 0:
-		s.State, remedy = "missing", "not installed: run \"outbox-relay migrate up\""
+		name, remedy = "missing", "not installed: run \"outbox-relay migrate up\""
 	case state.Current < state.Latest:
-		s.State, remedy = "old", "too old: run \"outbox-relay migrate up\""
+		name, remedy = "old", "too old: run \"outbox-relay migrate up\""
 	case state.Compatible():
-		s.State, remedy = "compatible", "newer, and this program works with it"
+		name, remedy = "compatible", "newer, and this program works with it"
 	case state.Current > state.Latest:
-		s.State, remedy = "new", "too new: update this program"
+		name, remedy = "new", "too new: update this program"
 	}
-	text := terminal.Fill("schema %s: version %d, this program has %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
-	return answer(out, asJSON, s, text, s.State == "current" || s.State == "compatible")
+	text := terminal.Fill("schema %s: version %d, this program has %d: %s\n", state.Schema, state.Current, state.Latest, remedy)
+	printed := struct {
+		Schema  string `json:"schema"`
+		Current int    `json:"current"`
+		Latest  int    `json:"latest"`
+		State   string `json:"state"`
+	}{state.Schema, state.Current, state.Latest, name}
+	return answer(out, asJSON, printed, text, name == "current" || name == "compatible")
 }
 
 func newMigrateRoles(s *cli.Settings) *cobra.Command {
@@ -257,21 +253,16 @@ rights.`,
 // applyRoles sends the SQL that would be printed, so that both do the same. If a statement fails,
 // closing the connection ends the transaction.
 func applyRoles(ctx context.Context, s *cli.Settings, sql, prefix string, out io.Writer) error {
-	conn, err := s.ConnectWriting(ctx)
-	if err != nil {
-		return err
-	}
-	defer cli.HangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
-		return err
-	}
-	if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
-		return err
-	}
-	if err := execAll(ctx, conn, sql); err != nil {
-		return err
-	}
-	return say(out, s.JSON, map[string]string{"schema": s.Schema, "prefix": prefix}, "schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
+	return s.WithTables(ctx, true, func(ctx context.Context, conn *pgx.Conn) error {
+		if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
+			return err
+		}
+		if err := execAll(ctx, conn, sql); err != nil {
+			return err
+		}
+		return say(out, s.JSON, map[string]string{"schema": s.Schema, "prefix": prefix},
+			"schema %[1]s: rights of %[2]s_publisher, %[2]s_relay, %[2]s_consumer, %[2]s_endpoint, %[2]s_operator\n", s.Schema, prefix)
+	})
 }
 
 func execAll(ctx context.Context, conn *pgx.Conn, sql string) error {

@@ -67,15 +67,14 @@ func pruneText(r dedup.Report, dryRun bool) string {
 		}
 	}
 	list("created", r.Made)
+	forgot, dropped := "forgot", "dropped"
 	if dryRun {
-		list("would forget", r.Truncated)
-		list("would drop", r.Dropped)
-	} else {
-		list("forgot", r.Truncated)
-		list("dropped", r.Dropped)
-		if r.Swept > 0 {
-			terminal.Add(&text, "swept %s\n", human.Count(r.Swept, "claim"))
-		}
+		forgot, dropped = "would forget", "would drop"
+	}
+	list(forgot, r.Truncated)
+	list(dropped, r.Dropped)
+	if r.Swept > 0 && !dryRun {
+		terminal.Add(&text, "swept %s\n", human.Count(r.Swept, "claim"))
 	}
 	if r.Horizon.IsZero() {
 		text.WriteString("nothing may be forgotten yet\n")

@@ -14,12 +14,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/replay"
 )
 
-// replayed is what replay prints.
-type replayed struct {
-	Rows int64 `json:"rows"`
-	Done bool  `json:"done"` // false: --yes was not given
-}
-
 func newReplay(s *cli.Settings) *cobra.Command {
 	var opts replay.Options
 	var timeout time.Duration
@@ -41,21 +35,20 @@ divide a replay of millions of rows by time.`,
 			opts.Schema, opts.Relay = s.Schema, s.Relay
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return s.WithTables(ctx, yes, func(ctx context.Context, conn *pgx.Conn) (err error) {
-				r := replayed{Done: yes}
+			return s.WithTables(ctx, yes, func(ctx context.Context, conn *pgx.Conn) error {
+				do, text := replay.Count, "would be published again; nothing was done: --yes publishes them"
 				if yes {
-					r.Rows, err = replay.Run(ctx, conn, opts)
-				} else {
-					r.Rows, err = replay.Count(ctx, conn, opts)
+					do, text = replay.Run, "put into the outbox again, from where relays publish them"
 				}
+				rows, err := do(ctx, conn, opts)
 				if err != nil {
 					return err
 				}
-				text := "would be published again; nothing was done: --yes publishes them"
-				if yes {
-					text = "put into the outbox again, from where relays publish them"
-				}
-				return say(cmd.OutOrStdout(), s.JSON, r, "%s %s\n", human.Count(r.Rows, "row"), text)
+				printed := struct {
+					Rows int64 `json:"rows"`
+					Done bool  `json:"done"`
+				}{rows, yes}
+				return say(cmd.OutOrStdout(), s.JSON, printed, "%s %s\n", human.Count(rows, "row"), text)
 			})
 		},
 	}, cli.FlagDatabaseURL)

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"regexp"
 	"runtime/debug"
 	"strconv"
@@ -79,12 +80,16 @@ such as a password, is an error at once.
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
-	relaxCollector()
-	watch, err := r.openWatch(ctx, logger)
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(gcPercent)
+	}
+	lives, stop := context.WithCancel(context.WithoutCancel(ctx)) // health and metrics end later than the relay
+	defer stop()
+	watch, err := r.openWatch(lives, logger)
 	if err != nil {
 		return err
 	}
-	defer watch.close()
+	defer watch.close(stop)
 	pool, err := r.ConnectWaiting(ctx, r.databaseWait, logger)
 	if err != nil {
 		return err
@@ -94,7 +99,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 		return err
 	}
 	r.config.Schema, r.config.Name, r.config.Logger, r.config.Shards = r.Schema, r.Relay, logger, int16(r.shards)
-	r.config.Hooks = watch.hooks()
+	r.config.Hooks = watch.metrics.Hooks()
 	publisher, err := relay.New(pool, r.KafkaOptions(logger), r.config)
 	if err != nil {
 		return err
@@ -105,7 +110,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	defer context.AfterFunc(ctx, func() {
 		logger.Info("relay drains; a second signal ends it at once", "relay", r.Relay, "drain_max", r.config.DrainMax)
 	})()
-	if err := watch.begin(ctx, pool, logger); err != nil {
+	if err := watch.begin(ctx, lives, pool); err != nil {
 		return err
 	}
 	if err := publisher.Run(ctx); err != nil {
@@ -127,38 +132,30 @@ func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
 // gcPercent is the allowed garbage in percent of the live heap. A relay holds some tens of MB and
 // produces a kilobyte of garbage for each row. With Go's 100 it spends a good part of its CPU time
 // on collecting; with 300 it takes twice the memory and saves no time that could be measured.
-// Measured by outbox-relay bench relay.
+// Measured by outbox-relay bench relay. GOGC in the environment wins.
 const gcPercent = 150
-
-const gcPercentOfGo = 100
-
-// relaxCollector lets the garbage collector run less often, unless GOGC is set.
-func relaxCollector() {
-	if before := debug.SetGCPercent(gcPercent); before != gcPercentOfGo {
-		debug.SetGCPercent(before)
-	}
-}
 
 // watchConnections are database connections for metrics and readiness, so that neither waits for
 // the relay's connections, nor takes them from it.
 const watchConnections = 2
 
-// watch serves health and metrics until the relay has stopped. Nil does nothing: --listen off.
+// watch serves health and metrics until the relay has stopped.
 type watch struct {
-	at      net.Addr
 	state   *monitor.State
 	metrics *metrics.Metrics
-	server  *monitor.Server
-	pool    *pgxpool.Pool // nil until begin
-
-	stops []context.CancelFunc
-	work  sync.WaitGroup
+	server  *monitor.Server // nil: it does not listen
+	pool    *pgxpool.Pool   // nil until begin
+	work    sync.WaitGroup
 }
 
 // openWatch listens before anything else happens, so that probes see a starting replica.
 func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, error) {
+	w := &watch{state: monitor.NewState()}
+	w.metrics = metrics.New(metrics.Config{
+		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: w.state,
+	})
 	if r.endpoints.addr == "" {
-		return nil, nil //nolint:nilnil // see watch
+		return w, nil
 	}
 	var config net.ListenConfig
 	listener, err := config.Listen(ctx, "tcp", r.endpoints.addr)
@@ -169,69 +166,43 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		// The address is only the default: another relay on this machine must not prevent
 		// publishing.
 		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the default address is in use; give --listen", "error", err)
-		return nil, nil //nolint:nilnil // see watch
+		return w, nil
 	}
-	state := monitor.NewState()
-	w := &watch{at: listener.Addr(), state: state, metrics: metrics.New(metrics.Config{
-		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger, State: state,
-	})}
+	reach := "this machine"
+	if tcp, is := listener.Addr().(*net.TCPAddr); !is || !tcp.IP.IsLoopback() {
+		reach = "other machines too"
+	}
+	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", listener.Addr().String(), "reachable_from", reach)
 	w.server = monitor.New(monitor.Config{Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(), Logger: logger})
-	lives := w.lives(ctx)
 	w.work.Go(func() {
-		if err := w.server.Run(lives, listener); err != nil {
+		if err := w.server.Run(ctx, listener); err != nil {
 			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
 		}
 	})
 	return w, nil
 }
 
-// lives returns a context that close ends, later than the relay's.
-func (w *watch) lives(ctx context.Context) context.Context {
-	lives, stop := context.WithCancel(context.WithoutCancel(ctx))
-	w.stops = append(w.stops, stop)
-	return lives
-}
-
-func (w *watch) hooks() relay.Hooks {
-	if w == nil {
-		return relay.Hooks{}
-	}
-	return w.metrics.Hooks()
-}
-
-// begin also starts to watch the database of the relay's pool.
-func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logger) error {
-	if w == nil {
+// begin also starts to watch the database of the relay's pool, until lives ends. ctx is the relay's.
+func (w *watch) begin(ctx, lives context.Context, pool *pgxpool.Pool) error {
+	if w.server == nil {
 		return nil
 	}
-	reach := "this machine"
-	if tcp, is := w.at.(*net.TCPAddr); !is || !tcp.IP.IsLoopback() {
-		reach = "other machines too"
-	}
-	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach)
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
-	lives := w.lives(ctx)
-	own, err := pgxpool.NewWithConfig(lives, config)
-	if err != nil {
+	var err error
+	if w.pool, err = pgxpool.NewWithConfig(lives, config); err != nil {
 		return err
 	}
-	w.pool = own
-	w.server.Ask(own)
-	w.work.Go(func() { w.metrics.Watch(lives, own) })
+	w.server.Ask(w.pool)
+	w.work.Go(func() { w.metrics.Watch(lives, w.pool) })
 	w.state.Running()
 	context.AfterFunc(ctx, w.state.Draining)
 	return nil
 }
 
-// close stops everything. Call it after the relay has stopped.
-func (w *watch) close() {
-	if w == nil {
-		return
-	}
-	for _, stop := range w.stops {
-		stop()
-	}
+// close stops everything, with the end of lives. Call it after the relay has stopped.
+func (w *watch) close(stop context.CancelFunc) {
+	stop()
 	w.work.Wait()
 	if w.pool != nil {
 		w.pool.Close()

@@ -3,6 +3,7 @@
 package command
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -68,10 +69,7 @@ func createTopics(ctx context.Context, brokers, topics []string) error {
 	ctx, cancel := context.WithTimeout(ctx, topicWait)
 	defer cancel()
 	created, err := kadm.NewClient(client).CreateTopics(ctx, 3, 1, nil, topics...)
-	if err == nil {
-		err = created.Error()
-	}
-	if err != nil {
+	if err = cmp.Or(err, created.Error()); err != nil {
 		return fmt.Errorf("create topics: %w", err)
 	}
 	return nil

@@ -29,11 +29,10 @@ import (
 )
 
 type statusOptions struct {
-	interval, ageMax time.Duration
-	lagAgeMax        time.Duration
-	watch            time.Duration // 0: once
-	parkedMax        int
-	relay            string // empty: all
+	doctor.StatusOptions
+
+	interval time.Duration
+	watch    time.Duration // 0: once
 }
 
 func newStatus(s *cli.Settings) *cobra.Command {
@@ -51,7 +50,7 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 --parked-max messages are parked.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
-				opts.relay = s.Relay
+				opts.Relay = s.Relay
 			}
 			if opts.watch > 0 {
 				return watchStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
@@ -60,11 +59,11 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 		},
 	}, cli.FlagDatabaseURL))
 	cli.AddDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
-	cli.AddDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
-	addLagAgeMax(cmd.Flags(), &opts.lagAgeMax)
+	cli.AddDuration(cmd.Flags(), &opts.AgeMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
+	addLagAgeMax(cmd.Flags(), &opts.LagAgeMax)
 	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
 	cli.CommandLineOnly(cmd.Flags(), "watch")
-	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
+	cli.AddInt(cmd.Flags(), &opts.ParkedMax, "parked-max", 0, 0, pipeline.CountMax, "how many messages may be parked")
 	s.AddJSON(cmd)
 	return cmd
 }
@@ -87,10 +86,9 @@ func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io
 }
 
 func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
-	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
 	if len(s.Brokers) > 0 {
-		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
-		want.Open = func(ctx context.Context, topic string, partition int32) (open error) {
+		opts.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
+		opts.Open = func(ctx context.Context, topic string, partition int32) (open error) {
 			_ = s.AskKafka(ctx, missingMax, func(ctx context.Context, client *kgo.Client) error { // an error: it is unknown
 				admin := kadm.NewClient(client)
 				ends, err := admin.ListEndOffsets(ctx, topic)
@@ -103,16 +101,15 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 		}
 	}
 	if opts.interval > 0 {
-		before, err := pipeline.Shards(ctx, conn, s.Schema, nil)
-		if err != nil {
+		var err error
+		if opts.Before, err = pipeline.Shards(ctx, conn, s.Schema, nil); err != nil {
 			return nil, err
 		}
-		want.Before = before
 		if !pause.For(ctx, opts.interval) {
 			return nil, ctx.Err()
 		}
 	}
-	return doctor.ReadStatus(ctx, conn, s.Schema, want)
+	return doctor.ReadStatus(ctx, conn, s.Schema, opts.StatusOptions)
 }
 
 // missingMax is the time limit of the brokers' answer. It is short, because the status comes from
@@ -129,14 +126,12 @@ func missingTopics(ctx context.Context, s *cli.Settings, topics []string) (absen
 
 func statusText(status *doctor.Status) string {
 	var text strings.Builder
-	text.WriteString(terminal.Table(relaysText(status)))
+	text.WriteString(relaysText(status.Relays))
 	if status.Scheduled.Count > 0 {
 		text.WriteString(scheduledText(status.Scheduled))
 	}
 	terminal.Add(&text, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions)
-	if len(status.Consuming) > 0 {
-		text.WriteString(terminal.Table(consumersText(status)))
-	}
+	text.WriteString(consumersText(status.Consuming))
 	if d := status.Dedup; d != nil {
 		text.WriteString(claimsText(d))
 	}
@@ -192,10 +187,8 @@ func bytesText(n int64) string {
 	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
 }
 
-func relaysText(status *doctor.Status) string {
-	var text strings.Builder
-	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\theld by\tlease left\tepoch\n")
-	for _, r := range status.Relays {
+func relaysText(all []doctor.RelayStatus) string {
+	return table(all, "relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\theld by\tlease left\tepoch", func(r doctor.RelayStatus) string {
 		waiting, oldest, rate, owner, left := waitingText(r.Progress), "-", "-", "none", "-"
 		if r.OldestWaitingSeconds > 0 {
 			oldest = human.Seconds(r.OldestWaitingSeconds)
@@ -206,9 +199,9 @@ func relaysText(status *doctor.Status) string {
 		if r.Owner != "" {
 			owner, left = terminal.Plain(r.Owner), human.Seconds(r.LeaseLeftSeconds)
 		}
-		terminal.Add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, doctor.ReasonsText(r.Dead, r.DeadExact), owner, left, r.Epoch)
-	}
-	return text.String()
+		return terminal.Fill("%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published,
+			doctor.ReasonsText(r.Dead, r.DeadExact), owner, left, r.Epoch)
+	})
 }
 
 func waitingText(s pipeline.Progress) string {
@@ -219,10 +212,8 @@ func waitingText(s pipeline.Progress) string {
 	return text
 }
 
-func consumersText(status *doctor.Status) string {
-	var text strings.Builder
-	text.WriteString("consumer\tpartitions\thalted\tbehind\tparked\tkeys held\toldest parked\n")
-	for _, c := range status.Consuming {
+func consumersText(all []doctor.ConsumerStatus) string {
+	return table(all, "consumer\tpartitions\thalted\tbehind\tparked\tkeys held\toldest parked", func(c doctor.ConsumerStatus) string {
 		oldest := "-"
 		if c.OldestParkedSeconds > 0 {
 			oldest = human.Seconds(c.OldestParkedSeconds)
@@ -231,9 +222,9 @@ func consumersText(status *doctor.Status) string {
 		if c.Behind != nil {
 			behind = human.Seconds(c.Behind.AgeSeconds)
 		}
-		terminal.Add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, doctor.ReasonsText(c.Parked, c.ParkedExact), c.HeldKeys, oldest)
-	}
-	return text.String()
+		return terminal.Fill("%s\t%d\t%d\t%s\t%s\t%d\t%s", consumerText(c.Name), c.Partitions, len(c.Trouble), behind,
+			doctor.ReasonsText(c.Parked, c.ParkedExact), c.HeldKeys, oldest)
+	})
 }
 
 // watchStatus repeats the status until ctx ends, and then returns nil.
@@ -299,11 +290,7 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 }
 
 func positionsText(p *inspect.Positions) string {
-	var text strings.Builder
-	if len(p.Shards) > 0 {
-		text.WriteString("relay\tshard\twaiting\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch\n")
-	}
-	for _, s := range p.Shards {
+	shards := table(p.Shards, "relay\tshard\twaiting\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch", func(s pipeline.Progress) string {
 		age, owner, left := "-", "none", "-"
 		if s.TickAgeSeconds != nil {
 			age = human.Seconds(*s.TickAgeSeconds)
@@ -311,23 +298,19 @@ func positionsText(p *inspect.Positions) string {
 		if s.Owner != "" {
 			owner, left = terminal.Plain(s.Owner), human.Seconds(s.LeaseLeftSeconds)
 		}
-		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
-	}
-	shards := terminal.Table(text.String())
-	text.Reset()
-	if len(p.Consumers) > 0 {
-		text.WriteString("group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\thalted\trequested\n")
-	}
-	for _, c := range p.Consumers {
+		return terminal.Fill("%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d",
+			terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
+	})
+	const columns = "group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\thalted\trequested"
+	partitions := table(p.Consumers, columns, func(c inspect.Position) string {
 		halted := "-"
 		if c.Trouble != "" {
 			halted = "yes"
 		}
-		terminal.Add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
+		return terminal.Fill("%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
 			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), human.Seconds(c.AgeSeconds), holderText(&c), c.Epoch, halted, requestedText(&c))
-	}
-	partitions := terminal.Table(text.String())
-	text.Reset()
+	})
+	var text strings.Builder
 	for i, c := range p.Consumers {
 		if c.Trouble != "" {
 			terminal.Add(&text, "%s/%d of group %s is halted: %s\n", terminal.Plain(c.Topic), c.Partition, terminal.Plain(c.Group), terminal.Line(c.Trouble))

@@ -2,8 +2,6 @@ package command
 
 import (
 	"context"
-	"io"
-	"log/slog"
 	"strings"
 	"time"
 
@@ -47,7 +45,20 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return runVerify(ctx, s, opts, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.Logger(cmd.ErrOrStderr()))
+			screen := terminal.NewScreen(cmd.ErrOrStderr())
+			if screen.Overwrites() {
+				opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
+			}
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) error {
+					report, err := verify.Run(ctx, conn, kafka, opts)
+					screen.End()
+					if err != nil {
+						return err
+					}
+					return answer(cmd.OutOrStdout(), s.JSON, report, verifyText(report), report.Well)
+				})
+			})
 		},
 	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
@@ -61,23 +72,6 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 	cli.CommandLineOnly(flags, "since", "topic", "group", "allow-duplicates")
 	s.AddJSON(cmd)
 	return cmd
-}
-
-func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, out, progress io.Writer, logger *slog.Logger) error {
-	screen := terminal.NewScreen(progress)
-	if screen.Overwrites() {
-		opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
-	}
-	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		return withKafka(s, logger, func(kafka *inspect.Kafka) error {
-			report, err := verify.Run(ctx, conn, kafka, opts)
-			screen.End()
-			if err != nil {
-				return err
-			}
-			return answer(out, s.JSON, report, verifyText(report), report.Well)
-		})
-	})
 }
 
 func verifyText(r *verify.Report) string {

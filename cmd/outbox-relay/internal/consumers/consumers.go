@@ -29,6 +29,8 @@ type Consumer struct {
 	Group  string   `json:"group"`
 	Topics []string `json:"topics"`
 	IDRule string   `json:"id_rule"`
+	// Window is how many seconds it recognises redelivered messages; nil: forever.
+	Window *float64 `json:"-"`
 }
 
 // Registered returns every consumer, by name.

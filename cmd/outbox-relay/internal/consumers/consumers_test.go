@@ -217,7 +217,7 @@ func TestRulesForIDsAreChanged(t *testing.T) {
 		require.NoError(t, err, rule)
 		c, err := consumers.Rule(t.Context(), pool, schema, "billing/orders")
 		require.NoError(t, err)
-		require.Equal(t, consumers.Consumer{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}, IDRule: rule}, *c)
+		require.Equal(t, rule, c.IDRule)
 	}
 	before, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "standard+debezium", false)
 	require.NoError(t, err)

@@ -9,7 +9,7 @@ SELECT consumer_group, topic FROM (
 ) known ORDER BY consumer_group, topic LIMIT 10000`
 
 const registeredSQL = `-- consumers.registered
-SELECT name, consumer_group, topics, id_rule FROM effectonce.consumers ORDER BY name`
+SELECT name, consumer_group, topics, id_rule, extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers ORDER BY name`
 
 const pausesSQL = `-- consumers.pauses
 SELECT consumer_group, topic, who, why, paused_at FROM effectonce.consumer_pauses
@@ -41,7 +41,7 @@ const resumeAtSQL = `-- consumers.resume_at
 UPDATE effectonce.consumer_positions SET resume_at = $4 WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
 
 const ruleSQL = `-- consumers.rule
-SELECT name, consumer_group, topics, id_rule FROM effectonce.consumers WHERE name = $1`
+SELECT name, consumer_group, topics, id_rule, extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1`
 
 const lockRuleSQL = ruleSQL + ` FOR UPDATE`
 

@@ -98,8 +98,7 @@ func ResumeAt(
 		if r.Effect = effect(r.Position, at, extent); dryRun {
 			return nil
 		}
-		text := AtText(at)
-		return r.store(ctx, tx, schema, by, &at, &text)
+		return r.store(ctx, tx, schema, by, &at, new(AtText(at)))
 	})
 	if err != nil {
 		return nil, err

@@ -84,7 +84,7 @@ type troublemaker struct {
 	kills, freezes atomic.Int64
 }
 
-// run returns when the plan is done or ctx ends, with every process resumed and started again.
+// run returns when the plan is done or ctx ends, with every process resumed.
 func (t *troublemaker) run(ctx context.Context, start time.Time, faults []fault) error {
 	var running sync.WaitGroup
 	var mu sync.Mutex
@@ -113,13 +113,8 @@ func (t *troublemaker) run(ctx context.Context, start time.Time, faults []fault)
 // running, it is killed, because it returns from that soon: if all were frozen, the run would only
 // wait.
 func (t *troublemaker) choose(f fault) (p *process, ice time.Duration) {
-	var healthy []*process
 	all := t.fleet.of(f.role)
-	for _, p := range all {
-		if p.healthy() {
-			healthy = append(healthy, p)
-		}
-	}
+	healthy := slices.DeleteFunc(slices.Clone(all), func(p *process) bool { return !p.healthy() })
 	switch {
 	case len(healthy) == 0:
 		return nil, 0
@@ -129,7 +124,7 @@ func (t *troublemaker) choose(f fault) (p *process, ice time.Duration) {
 	return healthy[f.target%len(healthy)], f.freeze
 }
 
-// strike freezes or kills a process, and brings it back.
+// strike freezes a process and resumes it, or kills it.
 func (t *troublemaker) strike(ctx context.Context, p *process, ice time.Duration) error {
 	if ice > 0 {
 		if err := p.freeze(); err != nil {
@@ -143,9 +138,7 @@ func (t *troublemaker) strike(ctx context.Context, p *process, ice time.Duration
 		return err
 	}
 	t.kills.Add(1)
-	p.wait(context.WithoutCancel(ctx))
-	pause.For(ctx, restartPause)
-	return p.start()
+	return nil
 }
 
 const (

@@ -65,12 +65,12 @@ const connectionsMax = 10
 // orphaned is called, which has to end the process at once.
 func RunProcess(ctx context.Context, stdin io.Reader, logs io.Writer, orphaned func()) error {
 	input := bufio.NewReader(stdin)
-	line, err := input.ReadBytes('\n')
-	if err != nil {
-		return fmt.Errorf("this command is started by the demo, not by people: no job on standard input: %w", err)
-	}
 	var j job
-	if err := json.Unmarshal(line, &j); err != nil {
+	line, err := input.ReadBytes('\n')
+	if err == nil {
+		err = json.Unmarshal(line, &j)
+	}
+	if err != nil {
 		return fmt.Errorf("this command is started by the demo, not by people: no job on standard input: %w", err)
 	}
 	go func() {

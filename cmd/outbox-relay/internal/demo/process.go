@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -59,11 +60,6 @@ func newFleet(ctx context.Context, command []string, logs string, jobs []job) *f
 // close kills all running children and waits for them to end.
 func (f *fleet) close() {
 	f.cancel()
-	for _, p := range f.processes {
-		p.mu.Lock()
-		p.leaving, p.retired = true, true
-		p.mu.Unlock()
-	}
 	f.waiters.Wait()
 }
 
@@ -80,13 +76,7 @@ func (f *fleet) start(r role) error {
 
 // of returns the processes of a role.
 func (f *fleet) of(r role) []*process {
-	var found []*process
-	for _, p := range f.processes {
-		if p.job.Role == r {
-			found = append(found, p)
-		}
-	}
-	return found
+	return slices.DeleteFunc(slices.Clone(f.processes), func(p *process) bool { return p.job.Role != r })
 }
 
 // stop asks the processes of a role to end, and kills those that do not end within the limit.
@@ -95,12 +85,7 @@ func (f *fleet) stop(ctx context.Context, r role, limit time.Duration) error {
 	defer cancel()
 	var problems []error
 	for _, p := range f.of(r) {
-		p.mu.Lock()
-		p.leaving, p.retired = true, true
-		if p.cmd != nil {
-			problems = append(problems, terminate(p.cmd.Process))
-		}
-		p.mu.Unlock()
+		problems = append(problems, p.leave(true))
 	}
 	for _, p := range f.of(r) {
 		if !p.wait(ctx) {
@@ -155,23 +140,24 @@ func (p *process) start() error {
 	return nil
 }
 
-// watch waits for the end of a child, and replaces it unless it was told to end.
+// watch waits for the end of a child, and replaces it unless it has finished or is retired.
 func (p *process) watch(cmd *exec.Cmd) {
 	err := cmd.Wait()
 	p.mu.Lock()
 	p.cmd, p.frozen = nil, false
 	close(p.exited)
 	finished := p.job.Role == roleShop && err == nil
-	if p.leaving || p.retired || finished || p.fleet.ctx.Err() != nil {
+	if p.retired || finished || p.fleet.ctx.Err() != nil {
 		p.mu.Unlock()
 		return
 	}
-	crash := fmt.Errorf("%s ended unexpectedly with %s%s", p.job.Name, cmd.ProcessState, p.logTail())
-	p.crashes = append(p.crashes, crash.Error())
-	crashes := len(p.crashes)
+	if !p.leaving {
+		p.crashes = append(p.crashes, fmt.Sprintf("%s ended unexpectedly with %s%s", p.job.Name, cmd.ProcessState, p.logTail()))
+	}
+	crashes := p.crashes
 	p.mu.Unlock()
-	if crashes > crashesMax {
-		p.fleet.failed <- fmt.Errorf("%w\nit ended %d times", crash, crashes)
+	if n := len(crashes); n > crashesMax {
+		p.fleet.failed <- fmt.Errorf("%s\nit ended %d times", crashes[n-1], n)
 		return
 	}
 	if !pause.For(p.fleet.ctx, restartPause) {
@@ -198,7 +184,18 @@ func (p *process) wait(ctx context.Context) bool {
 	}
 }
 
-// kill ends the child with SIGKILL, frozen or not. It does nothing if no child is running.
+// leave asks the child to end. retire: no further child starts in its place.
+func (p *process) leave(retire bool) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.leaving, p.retired = true, p.retired || retire
+	if p.cmd == nil {
+		return nil
+	}
+	return terminate(p.cmd.Process)
+}
+
+// kill ends the child with SIGKILL, frozen or not; watch replaces it. It does nothing if no child is running.
 func (p *process) kill() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -212,23 +209,14 @@ func (p *process) kill() error {
 	return nil
 }
 
-// restart ends the child with SIGTERM, within a limit, and starts it again.
+// restart ends the child with SIGTERM, within a limit; watch replaces it.
 func (p *process) restart(ctx context.Context, limit time.Duration) error {
-	p.mu.Lock()
-	if p.cmd != nil {
-		p.leaving = true
-		_ = terminate(p.cmd.Process) // it is killed below
-	}
-	p.mu.Unlock()
 	polite, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	if !p.wait(polite) {
-		if err := p.kill(); err != nil {
-			return err
-		}
-		p.wait(context.WithoutCancel(ctx))
+	if p.leave(false) == nil && p.wait(polite) {
+		return nil
 	}
-	return p.start()
+	return p.kill()
 }
 
 // freeze stops the child wherever it is, perhaps in the middle of a transaction.

@@ -42,6 +42,8 @@ type ConsumerStatus struct {
 	HeldKeys int64 `json:"held_keys"`
 	// OldestParkedSeconds is the age of the oldest parked message; 0: there is none.
 	OldestParkedSeconds float64 `json:"oldest_parked_seconds"`
+
+	topics []string
 }
 
 // PartitionTrouble is why a partition is halted.
@@ -96,22 +98,22 @@ func requestText(r consumers.Request) string {
 
 // readMissing asks Kafka which topics exist. If no broker answers, it only records KafkaError: that
 // is no fault of the consumers.
-func (s *Status) readMissing(ctx context.Context, topics map[string][]string, missing func(context.Context, []string) ([]string, error)) {
-	if missing == nil || len(topics) == 0 {
+func (s *Status) readMissing(ctx context.Context, missing func(context.Context, []string) ([]string, error)) {
+	if missing == nil || len(s.Consuming) == 0 {
 		return
 	}
-	absent, err := missing(ctx, slices.Concat(slices.Collect(maps.Values(topics))...))
+	var topics []string
+	for _, c := range s.Consuming {
+		topics = append(topics, c.topics...)
+	}
+	absent, err := missing(ctx, topics)
 	if err != nil {
 		s.KafkaError = err.Error()
 		return
 	}
 	for i := range s.Consuming {
 		c := &s.Consuming[i]
-		for _, topic := range topics[c.Name] {
-			if slices.Contains(absent, topic) {
-				c.MissingTopics = append(c.MissingTopics, topic)
-			}
-		}
+		c.MissingTopics = slices.DeleteFunc(slices.Clone(c.topics), func(topic string) bool { return !slices.Contains(absent, topic) })
 	}
 }
 
@@ -131,51 +133,55 @@ func (c *ConsumerStatus) parked() (n int64) {
 
 // readConsumers adds every consumer.
 func (s *Status) readConsumers(ctx context.Context, db operator.Querier, schema string, missing func(context.Context, []string) ([]string, error)) error {
-	c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}}
-	byName, topics := map[string]int{}, map[string][]string{}
-	var names []string
-	err := operator.Each(ctx, db, "read consumers", schema, consumersSQL, nil, []any{&c.Name, &c.Group, &names, &c.IDRule, &c.Partitions}, func() error {
-		c.Parked, topics[c.Name] = map[string]int64{}, slices.Clone(names)
-		byName[c.Name] = len(s.Consuming)
-		s.Consuming = append(s.Consuming, c)
-		return nil
+	var err error
+	s.Consuming, err = operator.Rows(ctx, db, "read consumers", schema, consumersSQL, func(row pgx.CollectableRow) (ConsumerStatus, error) {
+		c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}, Parked: map[string]int64{}}
+		err := row.Scan(&c.Name, &c.Group, &c.topics, &c.IDRule, &c.Partitions)
+		return c, err
 	})
 	if err == nil {
-		err = s.readTrouble(ctx, db, schema, byName)
+		err = s.readTrouble(ctx, db, schema)
 	}
 	if err == nil {
-		err = s.readParked(ctx, db, schema, byName)
+		err = s.readParked(ctx, db, schema)
 	}
 	if err != nil {
 		return err
 	}
-	s.readMissing(ctx, topics, missing)
+	s.readMissing(ctx, missing)
 	return s.notes(ctx, db, schema)
 }
 
-func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
+// consumer returns the consumer of a name, or one that is dropped: it has registered since they were read.
+func (s *Status) consumer(name string) *ConsumerStatus {
+	for i := range s.Consuming {
+		if s.Consuming[i].Name == name {
+			return &s.Consuming[i]
+		}
+	}
+	return &ConsumerStatus{Parked: map[string]int64{}}
+}
+
+func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema string) error {
 	var name string
 	var t PartitionTrouble
 	into := []any{&name, &t.Topic, &t.Partition, &t.Owner, &t.Text, &t.SaidSeconds}
 	return operator.Each(ctx, db, "read halted partitions", schema, troubleSQL, []any{troubleMax}, into, func() error {
-		if i, known := byName[name]; known {
-			s.Consuming[i].Trouble = append(s.Consuming[i].Trouble, t)
-		}
+		c := s.consumer(name)
+		c.Trouble = append(c.Trouble, t)
 		return nil
 	})
 }
 
-func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
+func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string) error {
 	var name, reason string
 	var count, keys int64
 	var oldest float64
 	err := operator.Each(ctx, db, "count parked messages", schema, parkedSQL, []any{pipeline.CountMax}, []any{&name, &reason, &count, &keys, &oldest}, func() error {
-		if i, known := byName[name]; known {
-			c := &s.Consuming[i]
-			c.Parked[reason] = count
-			c.HeldKeys += keys
-			c.OldestParkedSeconds = max(c.OldestParkedSeconds, oldest)
-		}
+		c := s.consumer(name)
+		c.Parked[reason] = count
+		c.HeldKeys += keys
+		c.OldestParkedSeconds = max(c.OldestParkedSeconds, oldest)
 		return nil
 	})
 	for i := range s.Consuming {
@@ -186,7 +192,7 @@ func (s *Status) readParked(ctx context.Context, db operator.Querier, schema str
 }
 
 // judgeConsumers adds the problems of the consumers.
-func (s *Status) judgeConsumers(parkedMax int64) {
+func (s *Status) judgeConsumers(parkedMax int) {
 	var all int64
 	for _, c := range s.Consuming {
 		all += c.parked()
@@ -199,7 +205,7 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 		if c.Behind != nil {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s: %s", c.Name, c.Behind.text(), c.Behind.remedy(c.Group)))
 		}
-		if n := c.parked(); n > 0 && all > parkedMax {
+		if n := c.parked(); n > 0 && all > int64(parkedMax) {
 			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s%s parked, %s%s held, the oldest for %s: see \"outbox-relay parked list\"",
 				c.Name, atLeast(c.ParkedExact), human.Count(n, "message"), atLeast(c.ParkedExact), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
 		}
@@ -287,26 +293,15 @@ func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema str
 	var b Behind
 	into := []any{&name, &b.Topic, &b.Partition, &b.Owner, &b.AgeSeconds, &b.Partitions, &b.Unheld}
 	return operator.Each(ctx, db, "read how late consumers are", schema, behindSQL, []any{limit.Seconds()}, into, func() error {
-		for i := range s.Consuming {
-			if s.Consuming[i].Name == name {
-				found := b
-				if open != nil && b.Unheld == 0 {
-					if err := open(ctx, b.Topic, b.Partition); err != nil {
-						found.OpenTransaction = err.Error()
-					}
-				}
-				s.Consuming[i].Behind = &found
+		found := b
+		if open != nil && b.Unheld == 0 {
+			if err := open(ctx, b.Topic, b.Partition); err != nil {
+				found.OpenTransaction = err.Error()
 			}
 		}
+		s.consumer(name).Behind = &found
 		return nil
 	})
-}
-
-// window is how long a consumer recognises redelivered messages.
-type window struct {
-	Name   string
-	Topics []string
-	Keeps  *float64 // seconds; nil: forever
 }
 
 // parkedAt is a partition with parked messages.
@@ -327,11 +322,11 @@ type heldBack struct {
 // dedup windows with the retention of the topics, parked messages with the partitions that exist,
 // positions with the groups that still exist. ctx limits how long it waits for brokers.
 func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, schema string) []Finding {
-	windows, err := operator.Rows(ctx, db, "read consumers", schema, windowsSQL, pgx.RowToStructByPos[window])
+	all, err := consumers.Registered(ctx, db, schema)
 	if err != nil {
 		return broken("consumers", err)
 	}
-	if len(windows) == 0 {
+	if len(all) == 0 {
 		return []Finding{ok("consumers", "none is registered")}
 	}
 	parked, err := operator.Rows(ctx, db, "read partitions of parked messages", schema, parkedPartitionsSQL, pgx.RowToStructByPos[parkedAt], pipeline.CountMax)
@@ -340,8 +335,8 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 		return broken("consumers", err)
 	}
 	names := map[string]bool{}
-	for _, w := range windows {
-		for _, topic := range w.Topics {
+	for _, c := range all {
+		for _, topic := range c.Topics {
 			names[topic] = true
 		}
 	}
@@ -357,7 +352,7 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 			return broken("consumers", err)
 		}
 	}
-	found := append(examineWindows(ctx, admin, windows, details), examineNames(windows, details, replicasOfNew(ctx, admin))...)
+	found := append(examineWindows(ctx, admin, all, details), examineNames(all, details, replicasOfNew(ctx, admin))...)
 	found = append(found, examineParked(parked, details)...)
 	if len(held) > 0 {
 		var groups kadm.ListedGroups
@@ -374,11 +369,11 @@ func Consumers(ctx context.Context, db operator.Querier, admin *kadm.Client, sch
 }
 
 // examineNames finds topics that do not exist: a consumer of one waits forever.
-func examineNames(windows []window, details kadm.TopicDetails, replicas int) (found []Finding) {
-	for _, w := range windows {
-		for _, topic := range w.Topics {
+func examineNames(all []consumers.Consumer, details kadm.TopicDetails, replicas int) (found []Finding) {
+	for _, c := range all {
+		for _, topic := range c.Topics {
 			if consumers.Absent(details, topic) {
-				found = append(found, warn("consumer "+w.Name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
+				found = append(found, warn("consumer "+c.Name, "correct Topics of this consumer, or create the topic: "+createTopic(topic, replicas),
 					"topic %s does not exist: was it deleted, or is its name misspelt? The consumer gets no messages from it", topic))
 			}
 		}
@@ -387,7 +382,7 @@ func examineNames(windows []window, details kadm.TopicDetails, replicas int) (fo
 }
 
 // examineWindows checks whether Kafka may redeliver messages that a consumer no longer recognises.
-func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, details kadm.TopicDetails) []Finding {
+func examineWindows(ctx context.Context, admin *kadm.Client, all []consumers.Consumer, details kadm.TopicDetails) []Finding {
 	retention, bytes := map[string]time.Duration{}, map[string]int64{}
 	var existing []string
 	for name, d := range details {
@@ -410,15 +405,15 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 		}
 	}
 	var found []Finding
-	for _, w := range windows {
-		check := "consumer " + w.Name
-		if w.Keeps == nil {
+	for _, c := range all {
+		check := "consumer " + c.Name
+		if c.Window == nil {
 			found = append(found, ok(check, "it recognises duplicates forever"))
 			continue
 		}
-		keeps := time.Duration(*w.Keeps * float64(time.Second))
+		keeps := time.Duration(*c.Window * float64(time.Second))
 		short := false
-		for _, topic := range w.Topics {
+		for _, topic := range c.Topics {
 			kept, known := retention[topic]
 			if !known || kept <= keeps {
 				continue

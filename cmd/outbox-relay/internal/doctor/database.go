@@ -172,7 +172,7 @@ func grants(ctx context.Context, db operator.Querier, schema, part string) ([]st
 // range.
 func Sequence(ctx context.Context, db operator.Querier, schema string) []Finding {
 	var cache int64
-	if err := db.QueryRow(ctx, inSchema(sequenceSQL, schema)).Scan(&cache); err != nil {
+	if err := db.QueryRow(ctx, migrations.InSchema(sequenceSQL, schema)).Scan(&cache); err != nil {
 		return broken("sequence", err)
 	}
 	if cache != 1 {

@@ -74,10 +74,5 @@ func broken(check string, err error) []Finding {
 
 // Well reports whether no finding is a failure.
 func Well(findings []Finding) bool {
-	for _, f := range findings {
-		if f.Severity == Fail {
-			return false
-		}
-	}
-	return true
+	return !slices.ContainsFunc(findings, func(f Finding) bool { return f.Severity == Fail })
 }

@@ -74,11 +74,10 @@ func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema
 	var found []Finding
 	replicas := replicasOfNew(ctx, admin)
 	for _, name := range names {
-		if f := missing(name, details, replicas); f != nil {
-			found = append(found, *f)
-			continue
+		absent := missing(name, details, replicas)
+		if found = append(found, absent...); len(absent) == 0 {
+			existing = append(existing, name)
 		}
-		existing = append(existing, name)
 	}
 	if len(existing) == 0 {
 		return found
@@ -88,14 +87,6 @@ func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema
 		return append(found, broken("topics", err)...)
 	}
 	for _, config := range configs {
-		if f := notWritable(config.Name, details[config.Name]); f != nil {
-			found = append(found, *f)
-			continue
-		}
-		if config.Err != nil {
-			found = append(found, warn("topic "+config.Name, "grant DESCRIBE_CONFIGS on the topic: doctor then compares its limits with the rows that wait", "its settings cannot be read: %v", config.Err))
-			continue
-		}
 		found = append(found, topic(config, wanted[config.Name], details[config.Name])...)
 	}
 	slices.SortStableFunc(found, func(a, b Finding) int { return strings.Compare(a.Check, b.Check) })
@@ -143,36 +134,34 @@ func topicConfigs(ctx context.Context, admin *kadm.Client, names []string) (all 
 	return all, err
 }
 
-// notWritable checks the rights of the user of these connections, which should be the relay's.
-// Brokers before 2.3 do not report them.
-func notWritable(name string, d kadm.TopicDetail) *Finding {
-	if !slices.Contains(d.AuthorizedOperations, kadm.OpDescribe) || slices.Contains(d.AuthorizedOperations, kadm.OpWrite) {
-		return nil
-	}
-	f := fail("topic "+name, "grant WRITE on the topic: the rows that wait for it are then published automatically", "this user may describe it, but not write to it")
-	return &f
-}
-
-func missing(name string, details kadm.TopicDetails, replicas int) *Finding {
-	d := details[name]
-	var f Finding
+func missing(name string, details kadm.TopicDetails, replicas int) []Finding {
+	check, d := "topic "+name, details[name]
 	switch {
 	case consumers.Absent(details, name):
-		f = fail("topic "+name, "create the topic: "+createTopic(name, replicas)+"   # the rows that wait for it are then published automatically", "it does not exist")
-	case d.Err == nil:
-		return nil
+		remedy := "create the topic: " + createTopic(name, replicas) + "   # the rows that wait for it are then published automatically"
+		return []Finding{fail(check, remedy, "it does not exist")}
 	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
-		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic: the rows that wait for it are then published automatically", "not allowed: %v", d.Err)
-	default:
-		f = fail("topic "+name, "see the brokers' logs", "%v", d.Err)
+		const remedy = "grant DESCRIBE and WRITE on the topic: the rows that wait for it are then published automatically"
+		return []Finding{fail(check, remedy, "not allowed: %v", d.Err)}
+	case d.Err != nil:
+		return []Finding{fail(check, "see the brokers' logs", "%v", d.Err)}
 	}
-	return &f
+	return nil
 }
 
-// topic checks the settings of a topic that exists. largest is the size of the largest record that
-// waits for it; 0: only dead rows name it.
+// topic checks the settings of a topic that exists, and the rights of the user of these connections, which should be
+// the relay's; brokers before 2.3 do not report those. largest is the size of the largest record that waits for it; 0:
+// only dead rows name it.
 func topic(config kadm.ResourceConfig, largest int64, detail kadm.TopicDetail) []Finding {
-	check := "topic " + config.Name
+	check, allowed := "topic "+config.Name, detail.AuthorizedOperations
+	switch {
+	case slices.Contains(allowed, kadm.OpDescribe) && !slices.Contains(allowed, kadm.OpWrite):
+		const remedy = "grant WRITE on the topic: the rows that wait for it are then published automatically"
+		return []Finding{fail(check, remedy, "this user may describe it, but not write to it")}
+	case config.Err != nil:
+		const remedy = "grant DESCRIBE_CONFIGS on the topic: doctor then compares its limits with the rows that wait"
+		return []Finding{warn(check, remedy, "its settings cannot be read: %v", config.Err)}
+	}
 	maxBytes, knownMax := setting(config, "max.message.bytes")
 	inSync, knownInSync := setting(config, "min.insync.replicas")
 	replicas := int64(detail.Partitions.NumReplicas())

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // Limits of idempotency keys: how long one may be unfinished with no process working on it, and how
@@ -37,7 +38,7 @@ type Keys struct {
 
 // ReadKeys counts idempotency keys. It reads only the partial indexes.
 func ReadKeys(ctx context.Context, db operator.Querier, schema string) (k Keys, err error) {
-	err = db.QueryRow(ctx, inSchema(keysSQL, schema), KeysMax, stuckMax).
+	err = db.QueryRow(ctx, migrations.InSchema(keysSQL, schema), KeysMax, stuckMax).
 		Scan(&k.Running, &k.OldestUnfinishedSeconds, &k.Stuck, &k.Failing, &k.Indeterminate, &k.Abandoned, &k.OldestExpiredSeconds)
 	if err != nil {
 		return k, fmt.Errorf("count idempotency keys: %w", err)

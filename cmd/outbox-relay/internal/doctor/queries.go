@@ -1,7 +1,5 @@
 package doctor
 
-import "github.com/effectonce/effectonce/migrations"
-
 // deadSQL counts each dead row in its shard, at most $2 rows of each of the relays $1.
 const deadSQL = `-- doctor.dead
 SELECT k.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
@@ -57,9 +55,6 @@ FROM effectonce.consumers c CROSS JOIN LATERAL (
   SELECT topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at
   FROM effectonce.parked_messages m WHERE m.consumer = c.id LIMIT $1) p
 GROUP BY c.name, p.reason`
-
-const windowsSQL = `-- doctor.windows
-SELECT name, topics, extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers ORDER BY name`
 
 const parkedPartitionsSQL = `-- doctor.parked_partitions
 SELECT topic, partition, count(*) FROM (SELECT topic, partition FROM effectonce.parked_messages LIMIT $1) p
@@ -164,10 +159,3 @@ FROM (
   SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned
   FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
 ) undecided`
-
-func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
-
-// sequencesSQL reports whether numbers were assigned twice: see migrations/0001, "A sequence that
-// is behind".
-const sequencesSQL = `-- doctor.sequences
-SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state()`

@@ -18,6 +18,8 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/relay"
 )
 
 // troubleMax bounds how many halted partitions are listed.
@@ -69,7 +71,7 @@ type StatusOptions struct {
 	// Before is an earlier reading, from which the rate is measured. Default: no rate.
 	Before []pipeline.Progress
 	// ParkedMax is how many messages may be parked before the status is not well. Default: none.
-	ParkedMax int64
+	ParkedMax int
 	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long
 	// as a replica relays.
 	AgeMax time.Duration
@@ -91,19 +93,18 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	if err != nil {
 		return nil, err
 	}
-	s := &Status{
-		Schema: schema, Problems: []string{}, Notes: []string{}, Replicas: []relays.Replica{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Requests: []consumers.Request{},
-	}
+	s := &Status{Schema: schema, Problems: []string{}, Notes: []string{}}
 	for _, p := range all {
 		s.Relays = append(s.Relays, RelayStatus{Progress: p, RowsPerSecond: rate(opts.Before, p), Dead: map[string]int64{}, DeadExact: true})
 	}
 	if err := s.readDead(ctx, db, schema); err != nil {
 		return nil, err
 	}
-	if err := s.readReplicas(ctx, db, schema, opts.Relay); err != nil {
+	if s.Replicas, err = relays.Replicas(ctx, db, schema); err != nil {
 		return nil, err
 	}
-	if err := db.QueryRow(ctx, inSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
+	s.Replicas = slices.DeleteFunc(s.Replicas, func(r relays.Replica) bool { return opts.Relay != "" && r.Relay != opts.Relay })
+	if err := db.QueryRow(ctx, migrations.InSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
 		return nil, fmt.Errorf("count consumers: %w", err)
 	}
 	if s.Scheduled, err = ReadScheduled(ctx, db, schema); err != nil {
@@ -113,15 +114,15 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 		return nil, err
 	}
 	s.judge(opts.AgeMax)
-	behind, err := readSequences(ctx, db, schema)
+	sequences, err := relay.ReadSequences(ctx, db, schema)
 	switch {
 	case pgerr.Is(err, pgerr.InsufficientPrivilege): // a role that only reads
 		s.Notes = append(s.Notes, "unknown whether a sequence went back: this role may not execute outbox_sequence_state")
 	case err != nil:
 		return nil, err
 	}
-	if behind != "" {
-		s.Problems = append(s.Problems, behind+": run \""+repairCommand+"\"")
+	if behind := sequencesBehind(sequences); behind != "" {
+		s.Problems = append(s.Problems, behind+": run \"outbox-relay repair\"")
 	}
 	s.judgeReplicas()
 	if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
@@ -156,8 +157,7 @@ func rate(before []pipeline.Progress, now pipeline.Progress) *float64 {
 	if now.At <= at {
 		return nil
 	}
-	perSecond := float64(now.Published-published) / (now.At - at)
-	return &perSecond
+	return new(float64(now.Published-published) / (now.At - at))
 }
 
 func (s *Status) readDead(ctx context.Context, db operator.Querier, schema string) error {
@@ -167,14 +167,14 @@ func (s *Status) readDead(ctx context.Context, db operator.Querier, schema strin
 			names = append(names, r.Relay)
 		}
 	}
-	var relay, reason string
+	var name, reason string
 	var shard int16
 	var n int64
 	counted := map[string]int64{}
-	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{names, pipeline.CountMax}, []any{&relay, &shard, &reason, &n}, func() error {
-		counted[relay] += n
+	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{names, pipeline.CountMax}, []any{&name, &shard, &reason, &n}, func() error {
+		counted[name] += n
 		for i := range s.Relays {
-			if s.Relays[i].Relay == relay && s.Relays[i].Shard == shard {
+			if s.Relays[i].Relay == name && s.Relays[i].Shard == shard {
 				s.Relays[i].Dead[reason] = n
 			}
 		}
@@ -280,8 +280,8 @@ type PausedTopic struct {
 }
 
 // readPausedTopics reads the paused topics, also those without waiting rows: their next row waits.
-func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) (err error) {
-	s.PausedTopics, err = operator.Rows(ctx, db, "read paused topics", schema, pausedTopicsSQL, pgx.RowToStructByPos[PausedTopic], relay, pipeline.CountMax)
+func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, name string) (err error) {
+	s.PausedTopics, err = operator.Rows(ctx, db, "read paused topics", schema, pausedTopicsSQL, pgx.RowToStructByPos[PausedTopic], name, pipeline.CountMax)
 	if err != nil {
 		return err
 	}
@@ -315,37 +315,19 @@ func (s *Status) deadProblem(r RelayStatus) string {
 	return ""
 }
 
-func (s *Status) readReplicas(ctx context.Context, db operator.Querier, schema, relay string) error {
-	all, err := relays.Replicas(ctx, db, schema)
-	if err != nil {
-		return err
-	}
-	for _, r := range all {
-		if relay == "" || r.Relay == relay {
-			s.Replicas = append(s.Replicas, r)
-		}
-	}
-	return nil
-}
-
 // replicas returns the live replicas of a relay.
-func (s *Status) replicas(relay string) (all []relays.Replica) {
-	for _, r := range s.Replicas {
-		if r.Relay == relay {
-			all = append(all, r)
-		}
-	}
-	return all
+func (s *Status) replicas(name string) []relays.Replica {
+	return slices.DeleteFunc(slices.Clone(s.Replicas), func(r relays.Replica) bool { return r.Relay != name })
 }
 
 // owner returns the replica that holds a shard, or the zero value if nothing is known of it.
-func (s *Status) owner(of RelayStatus) *relays.Replica {
-	for i, r := range s.Replicas {
+func (s *Status) owner(of RelayStatus) relays.Replica {
+	for _, r := range s.Replicas {
 		if r.Relay == of.Relay && r.Owner == of.Owner {
-			return &s.Replicas[i]
+			return r
 		}
 	}
-	return &relays.Replica{}
+	return relays.Replica{}
 }
 
 // unheld explains why no replica holds a shard.
@@ -354,21 +336,17 @@ func (s *Status) unheld(of RelayStatus) string {
 	if len(alive) == 0 {
 		return "rows wait and no replica runs: start \"outbox-relay run\""
 	}
-	for _, r := range alive {
-		if r.Stuck() {
-			return fmt.Sprintf("rows wait and no replica holds its lease: %q is stuck: restart it", r.Owner)
-		}
+	if i := slices.IndexFunc(alive, relays.Replica.Stuck); i >= 0 {
+		return fmt.Sprintf("rows wait and no replica holds its lease: %q is stuck: restart it", alive[i].Owner)
 	}
-	for _, r := range alive {
-		if r.Away() {
-			return waitsFor(&r)
-		}
+	if i := slices.IndexFunc(alive, relays.Replica.Away); i >= 0 {
+		return waitsFor(alive[i])
 	}
 	return fmt.Sprintf("rows wait and no replica holds its lease, though %d run: see the log of %q", len(alive), alive[0].Owner)
 }
 
 // waitsFor says why the rows of a replica wait.
-func waitsFor(r *relays.Replica) string {
+func waitsFor(r relays.Replica) string {
 	return fmt.Sprintf("rows wait, since Kafka or the receiver takes none from %q (%s): make it reachable, then the relay publishes automatically", r.Owner, r.Problem)
 }
 
@@ -399,7 +377,8 @@ type Scheduled struct {
 // ReadScheduled counts scheduled messages.
 func ReadScheduled(ctx context.Context, db operator.Querier, schema string) (Scheduled, error) {
 	var s Scheduled
-	if err := db.QueryRow(ctx, inSchema(scheduledSQL, schema), pipeline.CountMax+1).Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
+	row := db.QueryRow(ctx, migrations.InSchema(scheduledSQL, schema), pipeline.CountMax+1)
+	if err := row.Scan(&s.Count, &s.Overdue, &s.Refused, &s.OldestOverdueSeconds); err != nil {
 		return s, fmt.Errorf("count messages for later: %w", err)
 	}
 	s.CountExact, s.OverdueExact = s.Count <= pipeline.CountMax, s.Overdue <= pipeline.CountMax
@@ -416,25 +395,17 @@ func age(seconds float64) time.Duration {
 	return d.Round(time.Second)
 }
 
-const repairCommand = "outbox-relay repair"
-
-// readSequences describes how a sequence of the outbox is behind the numbers that rows or ticks
+// sequencesBehind describes how a sequence of the outbox is behind the numbers that rows or ticks
 // have. Empty: none is.
-func readSequences(ctx context.Context, db operator.Querier, schema string) (behind string, err error) {
-	var is bool
-	var last, known, tick, tickKnown int64
-	var reused *int64
-	if err := db.QueryRow(ctx, inSchema(sequencesSQL, schema)).Scan(&is, &last, &known, &tick, &tickKnown, &reused); err != nil {
-		return "", fmt.Errorf("check the outbox's sequences: %w", err)
-	}
+func sequencesBehind(s relay.Sequences) string {
 	const cause = "caused by a copy by logical replication, TRUNCATE … RESTART IDENTITY, or setval"
 	switch {
-	case !is:
-		return "", nil
-	case last < known:
-		return fmt.Sprintf("the sequence of outbox.seq is at %d, and %d was given before: rows would be taken for published (%s)", last, known, cause), nil
-	case reused != nil:
-		return fmt.Sprintf("the row with seq %d has a number that was given before: it would be taken for published (%s)", *reused, cause), nil
+	case !s.Behind:
+		return ""
+	case s.SeqLast < s.SeqKnown:
+		return fmt.Sprintf("the sequence of outbox.seq is at %d, and %d was given before: rows would be taken for published (%s)", s.SeqLast, s.SeqKnown, cause)
+	case s.Reused != nil:
+		return fmt.Sprintf("the row with seq %d has a number that was given before: it would be taken for published (%s)", *s.Reused, cause)
 	}
-	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", tick, tickKnown, cause), nil
+	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", s.TickLast, s.TickKnown, cause)
 }

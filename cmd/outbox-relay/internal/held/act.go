@@ -45,22 +45,15 @@ func (o *Decision) Verb() string {
 // Result is what one transaction did. A row that existed at the call and is in none of the lists was
 // gone, or no longer a head, when it was locked.
 type Result struct {
-	Done   []Done
+	Done   []Row
 	Behind []uuid.UUID // not the first of their key
 	// Retrying were already handed back: the program may be working on them. A Wait can follow them,
 	// without the rows behind them.
-	Retrying []Done
+	Retrying []Row
 	// NoPayload cannot be retried: the messages were too large to be stored. No dead row is.
 	NoPayload []uuid.UUID
 	// Released counts the keys that continue after a discard.
 	Released int64
-}
-
-// Done is a row that was acted on, with the rows behind it.
-type Done struct {
-	Row
-	last int64     // seq of the last row behind it
-	at   time.Time // when its transaction began, by the database's clock
 }
 
 // Act retries or discards rows in one transaction, at most ChunkMax, and records who did so. An
@@ -130,15 +123,16 @@ func (k Kind) act(ctx context.Context, tx pgx.Tx, schema string, o Decision, ref
 	}
 	for _, r := range rows {
 		last, done := lasts[r.Ref]
+		r.last, r.acted = max(last, r.Seq), began
 		switch {
 		case done:
-			result.Done = append(result.Done, Done{r, last, began})
+			result.Done = append(result.Done, r)
 		case r.State == "behind":
 			result.Behind = append(result.Behind, r.ID)
 		case k == Parked && r.Reason == ReasonTooLarge:
 			result.NoPayload = append(result.NoPayload, r.ID)
 		case r.State == "retry":
-			result.Retrying = append(result.Retrying, Done{r, r.Seq, began})
+			result.Retrying = append(result.Retrying, r)
 		}
 	}
 	return result, nil

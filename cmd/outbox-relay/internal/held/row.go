@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -65,6 +66,10 @@ type Row struct {
 	// What identifies its queue, in locked rows only. Hash stands for the key in the index.
 	ConsumerID int32  `db:"consumer" json:"-"`
 	Hash       []byte `json:"-"`
+
+	// What a Wait follows, in rows that were acted on.
+	last  int64     // seq of the last row behind it
+	acted time.Time // when the transaction began, by the database's clock
 }
 
 // At is the row's place for people: topic/partition/offset in Kafka, or its seq.
@@ -72,7 +77,7 @@ func (r *Row) At() string {
 	if r.Partition == nil {
 		return fmt.Sprintf("seq %d", r.Seq)
 	}
-	return fmt.Sprintf("%s/%d/%d", r.Topic, *r.Partition, *r.Offset)
+	return topicscan.Place{Topic: r.Topic, Partition: *r.Partition, Offset: *r.Offset}.String()
 }
 
 // Filter selects rows; a nil field does not filter.
@@ -98,12 +103,8 @@ func (f *Filter) Narrows() bool {
 }
 
 func (f *Filter) args(behind bool, more ...any) []any {
-	var ids [][16]byte
-	for _, id := range f.IDs {
-		ids = append(ids, id)
-	}
 	return append([]any{
-		f.Seqs, ids, []byte(f.Key), f.Topic, f.Relay, f.Consumer, f.Group, f.Reason, f.State, f.OlderThan, f.YoungerThan, f.Behind || behind,
+		f.Seqs, f.IDs, []byte(f.Key), f.Topic, f.Relay, f.Consumer, f.Group, f.Reason, f.State, f.OlderThan, f.YoungerThan, f.Behind || behind,
 	}, more...)
 }
 
@@ -134,29 +135,27 @@ func (f *Filter) Find(ctx context.Context, db operator.Querier, schema string) e
 		return nil
 	}
 	sql, args := findArgs(f.Name)
-	seqs, err := operator.Rows(ctx, db, "find messages", schema, sql, pgx.RowTo[int64], args...)
-	if err != nil {
-		return err
-	}
-	f.Seqs = append([]int64{}, seqs...) // none is not the same as any
-	return nil
+	var err error
+	f.Seqs, err = operator.Rows(ctx, db, "find messages", schema, sql, pgx.RowTo[int64], args...) // none is not the same as any
+	return err
 }
 
 func findArgs(text string) (sql string, args []any) {
-	if parts := strings.Split(text, "/"); len(parts) == 3 {
-		partition, err := strconv.ParseInt(parts[1], 10, 32)
-		offset, offsetErr := strconv.ParseInt(parts[2], 10, 64)
-		if err == nil && offsetErr == nil {
-			return parkedFindAtSQL, []any{parts[0], partition, offset}
-		}
+	if place, is := topicscan.ParsePlace(text); is {
+		return parkedFindAtSQL, []any{place.Topic, place.Partition, place.Offset}
 	}
-	var id *[16]byte
+	return parkedFindSQL, []any{IDOf(text), text}
+}
+
+// IDOf returns the ID that a text stands for whatever its scope is; nil: it depends on the scope.
+func IDOf(text string) *uuid.UUID {
 	if parsed, err := uuid.Parse(text); err == nil {
-		id = (*[16]byte)(&parsed)
-	} else if carried := dedup.MessageID("", []byte(text)); carried[0]&0x80 == 0 {
-		id = (*[16]byte)(&carried) // a ULID: it does not depend on the scope
+		return &parsed
 	}
-	return parkedFindSQL, []any{id, text}
+	if carried := dedup.MessageID("", []byte(text)); carried[0]&0x80 == 0 {
+		return &carried // a ULID
+	}
+	return nil
 }
 
 // List returns rows, the newest first.

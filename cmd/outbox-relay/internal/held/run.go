@@ -143,34 +143,34 @@ type Failure struct {
 // Wait follows rows that were handed back until none of them, and none of the rows behind them,
 // remain. It is for one goroutine.
 type Wait struct {
-	pending  []Done
+	pending  []Row
 	began    time.Time
 	progress Progress
 }
 
 // Add adds rows to follow.
-func (w *Wait) Add(done []Done) {
-	if w.began.IsZero() && len(done) > 0 {
-		w.began = done[0].at
+func (w *Wait) Add(acted []Row) {
+	if w.began.IsZero() && len(acted) > 0 {
+		w.began = acted[0].acted
 	}
-	w.pending = append(w.pending, done...)
+	w.pending = append(w.pending, acted...)
 }
 
 // Look reads the progress of the rows that w follows.
 func (k Kind) Look(ctx context.Context, db operator.Querier, schema string, w *Wait) (Progress, error) {
-	now, left := w.progress, []Done{}
+	now, left := w.progress, []Row{}
 	now.Failed = append([]Failure{}, now.Failed...)
 	for page := range slices.Chunk(w.pending, lookMax) {
-		rows, seqs, lasts, all := make([]Row, len(page)), make([]int64, len(page)), make([]int64, len(page)), map[Ref]Done{}
-		for i, d := range page {
-			rows[i], seqs[i], lasts[i], all[d.Ref] = d.Row, d.Seq, d.last, d
+		seqs, lasts, all := make([]int64, len(page)), make([]int64, len(page)), map[Ref]Row{}
+		for i, r := range page {
+			seqs[i], lasts[i], all[r.Ref] = r.Seq, r.last, r
 		}
 		found, err := read[struct {
 			Ref
 			ID                   *uuid.UUID
 			State, Reason, Error *string
 			Discarded            bool
-		}](ctx, db, k, schema, k.sql().progress, append(queueArgs(rows), seqs, lasts, string(k)+".discard", w.began)...)
+		}](ctx, db, k, schema, k.sql().progress, append(queueArgs(page), seqs, lasts, string(k)+".discard", w.began)...)
 		if err != nil {
 			return Progress{}, err
 		}

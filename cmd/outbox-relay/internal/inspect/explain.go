@@ -4,11 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -19,6 +16,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -63,7 +61,7 @@ type Row struct {
 	CreatedAt    time.Time `json:"created_at"`
 	PayloadBytes *int64    `json:"payload_bytes"` // null: a tombstone
 	// States has its state by relay: published, waiting or dead.
-	States map[string]string `json:"states"`
+	States map[string]string `db:"-" json:"states"`
 }
 
 // States of a row.
@@ -88,7 +86,7 @@ type Scheduled struct {
 
 // Record is the message in a topic.
 type Record struct {
-	Place
+	topicscan.Place
 	Time         time.Time `json:"time"`
 	Key          human.Key `json:"key"`
 	PayloadBytes *int64    `json:"payload_bytes"`
@@ -115,7 +113,7 @@ type Claim struct {
 
 // Passed is a consumer that is past a record without a claim.
 type Passed struct {
-	Place
+	topicscan.Place
 
 	Consumer string `json:"consumer"`
 	Group    string `json:"group"`
@@ -128,9 +126,17 @@ type Passed struct {
 // Kafka error is part of the explanation: what the database knows is shown even if no broker
 // answers, and so is each section of the database that cannot be read.
 func Explain(ctx context.Context, db operator.DB, kafka *Kafka, q Question) (*Explanation, error) {
-	e := &explainer{Question: q, db: limited{db}, kafka: kafka, aliases: map[string][]string{}, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil, Problems: []string{}}}
+	e := &explainer{
+		Question: q, db: limited{db}, kafka: kafka, aliases: map[string][]string{}, read: map[uuid.UUID]bool{}, names: newNames(q.Text),
+		out: &Explanation{ // the others are assigned, and none is null
+			Asked: q.Text, Requests: []keys.Row{}, Outbox: []Row{}, Dead: []held.Row{}, Scheduled: []Scheduled{}, Records: []Record{}, Passed: []Passed{},
+			Parked: []held.Row{}, Children: []Row{}, Problems: []string{},
+		},
+	}
 	for _, step := range []func(context.Context) error{
-		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
+		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows,
+		func(ctx context.Context) error { return e.states(ctx, e.out.Outbox) },
+		e.readClaims, e.readParked, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
 	} {
 		err := step(ctx)
 		switch {
@@ -140,7 +146,10 @@ func Explain(ctx context.Context, db operator.DB, kafka *Kafka, q Question) (*Ex
 			return nil, err
 		}
 	}
-	return e.result(), nil
+	x := e.out
+	x.IDs = e.names.sorted()
+	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
+	return x, nil
 }
 
 type explainer struct {
@@ -148,7 +157,7 @@ type explainer struct {
 	db      operator.Querier
 	kafka   *Kafka
 	names   *names
-	place   *Place // asked for
+	place   *topicscan.Place // asked for
 	read    map[uuid.UUID]bool
 	scopes  []string            // topics of consumers
 	aliases map[string][]string // what consumers call a topic in IDs
@@ -161,7 +170,7 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 	if err = e.readRules(ctx); err != nil {
 		return err
 	}
-	place, is := parsePlace(e.Text)
+	place, is := topicscan.ParsePlace(e.Text)
 	if !is {
 		for _, topic := range slices.Concat(e.scopes, e.Topics) {
 			e.addScope(topic)
@@ -219,23 +228,17 @@ func (e *explainer) readRows(ctx context.Context) error {
 	var fresh []uuid.UUID
 	for _, id := range e.names.rowIDs() {
 		if !e.read[id] {
-			fresh = append(fresh, id)
+			fresh, e.read[id] = append(fresh, id), true
 		}
 	}
 	if len(fresh) == 0 {
 		return nil
 	}
-	if e.read == nil {
-		e.read = map[uuid.UUID]bool{}
-	}
-	for _, id := range fresh {
-		e.read[id] = true
-	}
 	rows, err := e.rows(ctx, fresh, 0)
 	e.out.Outbox = append(e.out.Outbox, rows...)
 	dead, deadErr := held.Dead.List(ctx, e.db, e.Schema, held.Filter{IDs: fresh, Behind: true}, rowsMax)
 	e.out.Dead = append(e.out.Dead, dead...)
-	scheduled, scheduledErr := e.scheduled(ctx, fresh)
+	scheduled, scheduledErr := query(ctx, e, "messages for later", scheduledSQL, pgx.RowToStructByPos[Scheduled], fresh)
 	e.out.Scheduled = append(e.out.Scheduled, scheduled...)
 	for _, row := range rows {
 		e.addScope(row.Topic)
@@ -251,40 +254,9 @@ func (e *explainer) readRows(ctx context.Context) error {
 	return errors.Join(err, deadErr, scheduledErr)
 }
 
-// readStates reads, for each row, what each relay did with it.
-func (e *explainer) readStates(ctx context.Context) error {
-	return e.states(ctx, e.out.Outbox)
-}
-
 // sorted returns the IDs in a fixed order.
 func (n *names) sorted() []uuid.UUID {
-	return slices.SortedFunc(maps.Keys(n.ids), func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
-}
-
-// result completes the explanation, with [] for nothing.
-func (e *explainer) result() *Explanation {
-	x := e.out
-	x.IDs = e.names.sorted()
-	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
-	x.IDs, x.Outbox, x.Dead, x.Scheduled, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Scheduled), some(x.Records)
-	x.Claims, x.Parked, x.Passed = some(x.Claims), some(x.Parked), some(x.Passed)
-	x.Requests = some(x.Requests)
-	x.Children, x.Actions = some(x.Children), some(x.Actions)
-	return x
-}
-
-func some[T any](all []T) []T {
-	if all == nil {
-		return []T{}
-	}
-	return all
-}
-
-func wrap(what string, err error) error {
-	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
-	return nil
+	return append([]uuid.UUID{}, slices.SortedFunc(maps.Keys(n.ids), func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })...)
 }
 
 // limited waits for a lock of another session for a second only, in each query: a locked table does not hide
@@ -333,29 +305,6 @@ type Question struct {
 	ScanMax int
 }
 
-// Place is where Kafka has a record.
-type Place struct {
-	Topic     string `json:"topic"`
-	Partition int32  `json:"partition"`
-	Offset    int64  `json:"offset"`
-}
-
-func (p Place) String() string { return fmt.Sprintf("%s/%d/%d", p.Topic, p.Partition, p.Offset) }
-
-// parsePlace reads topic/partition/offset.
-func parsePlace(text string) (p Place, ok bool) {
-	parts := strings.Split(text, "/")
-	if len(parts) != 3 || parts[0] == "" {
-		return p, false
-	}
-	partition, err := strconv.ParseInt(parts[1], 10, 32)
-	offset, offsetErr := strconv.ParseInt(parts[2], 10, 64)
-	if err = errors.Join(err, offsetErr); err != nil || partition < 0 || offset < 0 {
-		return p, false
-	}
-	return Place{parts[0], int32(partition), offset}, true
-}
-
 // names are what identifies a message: the texts that it may carry, and the IDs under which it may
 // be claimed. An ID is derived from a text and its scope, so one text may have several IDs.
 type names struct {
@@ -396,10 +345,8 @@ func (n *names) addScope(scope string) {
 // rowIDs are the IDs that a row of the outbox may have.
 func (n *names) rowIDs() (all []uuid.UUID) {
 	for text := range n.texts {
-		if id, err := uuid.Parse(text); err == nil {
-			all = append(all, id)
-		} else if id := dedup.MessageID("", []byte(text)); id[0]&0x80 == 0 {
-			all = append(all, id) // a ULID
+		if id := held.IDOf(text); id != nil {
+			all = append(all, *id)
 		}
 	}
 	return all
@@ -408,18 +355,16 @@ func (n *names) rowIDs() (all []uuid.UUID) {
 // time returns the time that an ID carries. A random ID has none. A time in the future, or from
 // long before such IDs existed, has another meaning.
 func (n *names) time(now time.Time) (time.Time, bool) {
+	firstULID := time.Date(2016, 1, 1, 0, 0, 0, 0, time.UTC)
 	for id := range n.ids {
 		random := id.Version() == 4 && id.Variant() == uuid.RFC4122
 		at, ok := dedup.Time(id)
-		if ok && !random && at.Before(now.Add(24*time.Hour)) && at.After(firstID()) {
+		if ok && !random && at.Before(now.Add(24*time.Hour)) && at.After(firstULID) {
 			return at, true
 		}
 	}
 	return time.Time{}, false
 }
-
-// firstID is a time before the first ULID.
-func firstID() time.Time { return time.Date(2016, 1, 1, 0, 0, 0, 0, time.UTC) }
 
 // Carried finds the ID that a record carries, and its scope, as a consumer with the rule does.
 func Carried(record *kgo.Record, rule dedup.IDRule) (text, scope string) {

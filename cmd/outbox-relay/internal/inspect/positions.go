@@ -3,6 +3,7 @@ package inspect
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -48,7 +49,7 @@ type Position struct {
 	CaughtUpAt *time.Time `json:"caught_up_at"`
 	AgeSeconds float64    `json:"age_seconds"` // since it moved
 	Trouble    string     `json:"trouble"`
-	Paused     bool       `db:"-" json:"paused"` // by an operator
+	Paused     bool       `json:"paused"` // by an operator
 	// Where an operator requested to resume, which is not done yet; -2: earliest, -1: latest
 	ResumeAt *int64 `json:"resume_at"`
 }
@@ -68,20 +69,19 @@ type PositionFilter struct {
 // ReadPositions reads all positions. Without kafka (nil) the ends of topics are unknown. A Kafka
 // error is part of the result: what the database knows is shown even if no broker answers.
 func ReadPositions(ctx context.Context, db operator.Querier, kafka *Kafka, schema string, filter PositionFilter) (*Positions, error) {
-	p := &Positions{}
-	shards, err := pipeline.Shards(ctx, db, schema, filter.Relay)
-	if err == nil {
-		err = pipeline.Count(ctx, db, schema, shards, pipeline.CountMax)
-	}
-	if err != nil {
+	p := &Positions{MissingTopics: []MissingTopic{}}
+	var err error
+	if p.Shards, err = pipeline.Shards(ctx, db, schema, filter.Relay); err != nil {
 		return nil, err
 	}
-	p.Shards = shards
+	if err = pipeline.Count(ctx, db, schema, p.Shards, pipeline.CountMax); err != nil {
+		return nil, err
+	}
 	p.Consumers, err = operator.Rows(ctx, db, "read positions", schema, positionsSQL, pgx.RowToStructByPos[Position], filter.Group, filter.Topic)
 	if err != nil {
 		return nil, err
 	}
-	if err := p.readPauses(ctx, db, schema, filter); err != nil {
+	if p.Paused, err = consumers.Pauses(ctx, db, schema, filter.Group, filter.Topic); err != nil {
 		return nil, err
 	}
 	if kafka != nil {
@@ -96,19 +96,7 @@ func ReadPositions(ctx context.Context, db operator.Querier, kafka *Kafka, schem
 			p.KafkaError = err.Error()
 		}
 	}
-	p.Shards, p.Consumers, p.Paused, p.MissingTopics = some(p.Shards), some(p.Consumers), some(p.Paused), some(p.MissingTopics)
 	return p, nil
-}
-
-func (p *Positions) readPauses(ctx context.Context, db operator.Querier, schema string, filter PositionFilter) (err error) {
-	if p.Paused, err = consumers.Pauses(ctx, db, schema, filter.Group, filter.Topic); err != nil {
-		return err
-	}
-	for i := range p.Consumers {
-		c := &p.Consumers[i]
-		c.Paused = slices.ContainsFunc(p.Paused, func(pause consumers.Pause) bool { return pause.Group == c.Group && pause.Topic == c.Topic })
-	}
-	return nil
 }
 
 // readMissing checks the topics of registered consumers: a topic that never existed has no
@@ -118,7 +106,7 @@ func (p *Positions) readMissing(ctx context.Context, db operator.Querier, kafka 
 	if err != nil {
 		return err
 	}
-	var wanted []MissingTopic
+	wanted := []MissingTopic{}
 	var names []string
 	for _, c := range registered {
 		for _, topic := range c.Topics {
@@ -160,7 +148,7 @@ func (p *Positions) readMembers(ctx context.Context, kafka *Kafka) error {
 		return nil
 	})
 	if err != nil {
-		return wrap("ask for the members of groups", err)
+		return fmt.Errorf("ask for the members of groups: %w", err)
 	}
 	for i := range p.Consumers {
 		c := &p.Consumers[i]
@@ -169,8 +157,7 @@ func (p *Positions) readMembers(ctx context.Context, kafka *Kafka) error {
 			c.Members = new(int)
 		case g.Err != nil: // for example without the right to describe it: unknown
 		default:
-			n := len(g.Members)
-			c.Members = &n
+			c.Members = new(len(g.Members))
 		}
 	}
 	return nil
@@ -193,8 +180,7 @@ func (p *Positions) readEnds(ctx context.Context, kafka *Kafka) error {
 		}
 		c.Start, c.End = &span.Start, &span.End
 		if c.NextOffset != nil {
-			lag, deleted := max(0, span.End-max(*c.NextOffset, span.Start)), max(0, span.Start-*c.NextOffset)
-			c.Lag, c.Deleted = &lag, &deleted
+			c.Lag, c.Deleted = new(max(0, span.End-max(*c.NextOffset, span.Start))), new(max(0, span.Start-*c.NextOffset))
 		}
 	}
 	return nil

@@ -86,7 +86,8 @@ ORDER BY o.seq LIMIT $6`
 
 const positionsSQL = `-- inspect.positions
 SELECT consumer_group, topic, partition, next_offset, epoch, coalesce(owner, ''), released, record_time, caught_up_at,
-  extract(epoch FROM clock_timestamp() - greatest(least(updated_at, '2200-01-01'), '1970-01-01'))::float8, coalesce(trouble, ''), resume_at
-FROM effectonce.consumer_positions
+  extract(epoch FROM clock_timestamp() - greatest(least(updated_at, '2200-01-01'), '1970-01-01'))::float8, coalesce(trouble, ''),
+  EXISTS (SELECT FROM effectonce.consumer_pauses w WHERE w.consumer_group = p.consumer_group AND w.topic = p.topic), resume_at
+FROM effectonce.consumer_positions p
 WHERE ($1::text IS NULL OR consumer_group = $1) AND ($2::text IS NULL OR topic = $2)
 ORDER BY consumer_group, topic, partition LIMIT 100000`

@@ -15,20 +15,12 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 )
 
 // rowsMax bounds how many rows of a kind are found.
 const rowsMax = 1000
-
-// asBytes converts IDs to statement arguments.
-func asBytes(ids []uuid.UUID) [][16]byte {
-	all := make([][16]byte, len(ids))
-	for i, id := range ids {
-		all[i] = id
-	}
-	return all
-}
 
 // query reads rows of a section, which an error names.
 func query[T any](ctx context.Context, e *explainer, section, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
@@ -36,15 +28,7 @@ func query[T any](ctx context.Context, e *explainer, section, sql string, scan p
 }
 
 func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
-	return query(ctx, e, "the outbox", rowsSQL, func(row pgx.CollectableRow) (Row, error) {
-		r := Row{States: map[string]string{}}
-		err := row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
-		return r, err
-	}, asBytes(ids), above)
-}
-
-func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
-	return query(ctx, e, "messages for later", scheduledSQL, pgx.RowToStructByPos[Scheduled], asBytes(ids))
+	return query(ctx, e, "the outbox", rowsSQL, pgx.RowToStructByPos[Row], ids, above)
 }
 
 // states reads what each relay did with the rows.
@@ -52,13 +36,13 @@ func (e *explainer) states(ctx context.Context, rows []Row) error {
 	if len(rows) == 0 {
 		return nil
 	}
+	var seqs []int64
+	for i := range rows {
+		seqs, rows[i].States = append(seqs, rows[i].Seq), map[string]string{}
+	}
 	cuts, err := pipeline.Cuts(ctx, e.db, e.Schema)
 	if err != nil {
 		return err
-	}
-	var seqs []int64
-	for _, row := range rows {
-		seqs = append(seqs, row.Seq)
 	}
 	for name, cut := range cuts {
 		published, err := operator.Rows(ctx, e.db, fmt.Sprintf("read what relay %q has published", name), e.Schema, publishedSQL, pgx.RowTo[int64], cut.Args(seqs)...)
@@ -107,23 +91,28 @@ func (e *explainer) readRules(ctx context.Context) error {
 }
 
 func (e *explainer) readClaims(ctx context.Context) (err error) {
-	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, pgx.RowToStructByPos[Claim], asBytes(e.names.sorted()))
+	e.out.Claims, err = query(ctx, e, "claims", claimsSQL, pgx.RowToStructByPos[Claim], e.names.sorted())
 	return err
 }
 
-func (e *explainer) readParked(ctx context.Context) error {
-	places := make([]Place, 0, len(e.out.Records)+1)
+// places are those of the records that were found, and the one that was asked for.
+func (e *explainer) places(asked bool) (all []topicscan.Place) {
 	for _, record := range e.out.Records {
-		places = append(places, record.Place)
+		all = append(all, record.Place)
 	}
-	if e.place != nil {
-		places = append(places, *e.place)
+	if asked && e.place != nil {
+		all = append(all, *e.place)
 	}
+	return all
+}
+
+func (e *explainer) readParked(ctx context.Context) error {
+	places := e.places(true)
 	topics, partitions, offsets := make([]string, len(places)), make([]int32, len(places)), make([]int64, len(places))
 	for i, place := range places {
 		topics[i], partitions[i], offsets[i] = place.Topic, place.Partition, place.Offset
 	}
-	seqs, err := query(ctx, e, "parked messages", parkedSQL, pgx.RowTo[int64], asBytes(e.names.sorted()), topics, partitions, offsets)
+	seqs, err := query(ctx, e, "parked messages", parkedSQL, pgx.RowTo[int64], e.names.sorted(), topics, partitions, offsets)
 	if err != nil || len(seqs) == 0 {
 		return err
 	}
@@ -182,14 +171,9 @@ func (e *explainer) readActions(ctx context.Context) (err error) {
 // readPassed finds consumers that are past a record, or past the place that was asked for, and have
 // nothing stored about it.
 func (e *explainer) readPassed(ctx context.Context) error {
-	places := map[Place]bool{}
-	for _, r := range e.out.Records {
-		places[r.Place] = true
-	}
-	if e.place != nil && (e.out.At == nil || e.out.At.State == PlaceDeleted) {
-		places[*e.place] = true
-	}
-	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {
+	places := e.places(e.out.At == nil || e.out.At.State == stateDeleted)
+	slices.SortFunc(places, func(a, b topicscan.Place) int { return strings.Compare(a.String(), b.String()) })
+	for _, place := range places {
 		found, err := query(ctx, e, "positions", pastSQL, func(row pgx.CollectableRow) (Passed, error) {
 			p := Passed{Place: place}
 			err := row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)

@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -31,19 +32,14 @@ const clockSlack = time.Minute
 // errEnough ends a scan before its end.
 var errEnough = errors.New("enough")
 
-func newRecord(r *kgo.Record, texts []string) Record {
-	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
-	if r.Value != nil {
-		n := int64(len(r.Value))
-		found.PayloadBytes = &n
-	}
-	return found
-}
-
 // addRecord adds a record of the message, with the IDs that it carries.
 func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
 	texts, scope := e.carried(r)
-	e.out.Records = append(e.out.Records, newRecord(r, texts))
+	found := Record{Place: topicscan.PlaceOf(r), Time: r.Timestamp, Key: human.Key(r.Key), MessageID: strings.Join(texts, ", ")}
+	if r.Value != nil {
+		found.PayloadBytes = new(int64(len(r.Value)))
+	}
+	e.out.Records = append(e.out.Records, found)
 	e.addScope(scope)
 	for _, text := range texts {
 		e.names.addText(text)
@@ -52,7 +48,7 @@ func (e *explainer) addRecord(r *kgo.Record) (texts []string) {
 }
 
 // coordinatesID returns the ID of a record that carries none, as the consumer computes it.
-func coordinatesID(place Place, topicID uuid.UUID) uuid.UUID {
+func coordinatesID(place topicscan.Place, topicID uuid.UUID) uuid.UUID {
 	raw := append([]byte{}, topicID[:]...)
 	raw = binary.BigEndian.AppendUint32(raw, uint32(place.Partition))
 	raw = binary.BigEndian.AppendUint64(raw, uint64(place.Offset))
@@ -82,8 +78,7 @@ func HashOf(key []byte) int32 {
 type target struct {
 	topic string
 	since time.Time
-	key   []byte
-	keyed bool // only the key's partition
+	key   []byte // only its partition; nil: all
 }
 
 // targets returns where the outbox row says the message goes, else every topic that a consumer
@@ -91,13 +86,13 @@ type target struct {
 func (e *explainer) targets(ctx context.Context) (all []target, err error) {
 	if len(e.Topics) == 0 {
 		for _, row := range e.out.Outbox {
-			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key})
 		}
 		for _, row := range e.out.Dead {
-			all = append(all, target{topic: row.Topic, since: row.HeldAt.Add(-24 * time.Hour), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.HeldAt.Add(-24 * time.Hour), key: row.Key})
 		}
 		for _, row := range e.out.Scheduled { // a scheduled message is in no topic
-			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key, keyed: row.Key != nil})
+			all = append(all, target{topic: row.Topic, since: row.CreatedAt.Add(-clockSlack), key: row.Key})
 		}
 		if len(all) > 0 {
 			return all, nil
@@ -105,7 +100,7 @@ func (e *explainer) targets(ctx context.Context) (all []target, err error) {
 	}
 	var now time.Time
 	if err := e.db.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
-		return nil, wrap("read the database's clock", err)
+		return nil, fmt.Errorf("read the database's clock: %w", err)
 	}
 	since, ok := e.names.time(now)
 	if len(e.out.Records) > 0 {
@@ -162,7 +157,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 	if len(extent) == 0 && !slices.Contains(search.Missing, t.topic) {
 		search.Missing = append(search.Missing, t.topic)
 	}
-	if p, one := PartitionOf(t.key, len(extent)); t.keyed && one {
+	if p, one := PartitionOf(t.key, len(extent)); one {
 		extent = topicscan.Extent{p: extent[p]}
 	}
 	err = topicscan.Scan(ctx, e.kafka.Options, map[string]topicscan.Extent{t.topic: extent}, func(r *kgo.Record) error {
@@ -173,7 +168,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 		if !e.match(r) {
 			return nil
 		}
-		place := Place{r.Topic, r.Partition, r.Offset}
+		place := topicscan.PlaceOf(r)
 		if slices.ContainsFunc(e.out.Records, func(known Record) bool { return known.Place == place }) {
 			return nil
 		}
@@ -186,37 +181,26 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 	return err
 }
 
-// PlaceState is what Kafka has at a place.
-type PlaceState string
-
-// The states. Each one except PlaceRecord and PlaceOpen is a reason why there is no record.
-const (
-	PlaceRecord      PlaceState = "record"
-	PlaceNoTopic     PlaceState = "no_topic"
-	PlaceNoPartition PlaceState = "no_partition"
-	PlaceDeleted     PlaceState = "deleted"    // before the first offset that Kafka has
-	PlaceBeyondEnd   PlaceState = "beyond_end" // not written yet
-	// Only a later record of its key, or of its batch, remains.
-	PlaceCompacted PlaceState = "compacted"
-	PlaceAborted   PlaceState = "aborted" // of a transaction that was aborted: no consumer gets it
-	// Of an open transaction, or behind the first record of one: consumers do not get it yet.
-	PlaceOpen    PlaceState = "open"
-	PlaceControl PlaceState = "control" // the end of a transaction, not a message
-)
-
 // At is what Kafka has at the place that was asked for.
 type At struct {
-	Place
+	topicscan.Place
 
-	State      PlaceState `json:"state"`
-	Partitions int        `json:"partitions"` // of the topic
-	Start      int64      `json:"start"`      // first offset that Kafka has
-	End        int64      `json:"end"`        // offset of the next record
+	// State is record, or open: part of an open transaction, or behind the first record of one. The others are reasons
+	// why there is no record: no_topic, no_partition, deleted, beyond_end, compacted, aborted, control.
+	State      string `json:"state"`
+	Partitions int    `json:"partitions"` // of the topic
+	Start      int64  `json:"start"`      // first offset that Kafka has
+	End        int64  `json:"end"`        // offset of the next record
+	Text       string `json:"-"`          // the state for people; empty: a record
 }
 
+// stateDeleted is that of a place before the first offset that Kafka has.
+const stateDeleted = "deleted"
+
 // at finds what is at a place, and reads the record if there is one.
-func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
+func (k *Kafka) at(ctx context.Context, place topicscan.Place) (*At, *kgo.Record, error) {
 	at := &At{Place: place}
+	is := func(state, format string, args ...any) { at.State, at.Text = state, fmt.Sprintf(format, args...) }
 	extent, err := topicscan.ExtentOf(ctx, k.Client, time.Time{}, place.Topic)
 	if err != nil {
 		return nil, nil, err
@@ -225,32 +209,40 @@ func (k *Kafka) at(ctx context.Context, place Place) (*At, *kgo.Record, error) {
 	at.Partitions, at.Start, at.End = len(extent), span.Start, span.End
 	switch {
 	case at.Partitions == 0:
-		at.State = PlaceNoTopic
+		is("no_topic", "this topic does not exist: was it deleted, or is its name misspelt?")
 	case !known:
-		at.State = PlaceNoPartition
+		is("no_partition", "the topic has %s, from 0 on", human.Count(at.Partitions, "partition"))
 	case place.Offset < span.Start:
-		at.State = PlaceDeleted
+		is(stateDeleted, "deleted: the partition begins at %d, by the topic's retention or by hand", at.Start)
 	case place.Offset >= span.End:
-		at.State = PlaceBeyondEnd
+		is("beyond_end", "not written yet: the next offset is %d", at.End)
 	}
 	if at.State != "" {
 		return at, nil, nil
 	}
-	record, err := k.first(ctx, place)
+	record, err := k.first(ctx, place, kgo.ReadUncommitted())
 	if err != nil {
 		return nil, nil, err
 	}
 	switch {
 	case record.Offset != place.Offset:
-		at.State = PlaceCompacted
+		is("compacted", "no record at this offset any more: the topic is compacted, or was")
+		return at, nil, nil
 	case record.Attrs.IsControl():
-		at.State = PlaceControl
-	default:
-		at.State, err = k.committed(ctx, place, span)
+		is("control", "the end marker of a transaction, not a message")
+		return at, nil, nil
 	}
-	if err != nil || at.State != PlaceRecord && at.State != PlaceOpen {
+	switch open, aborted, err := k.transaction(ctx, place); {
+	case err != nil:
 		return at, nil, err
+	case open:
+		is("open", "part of an open transaction, or behind the first record of one: consumers get nothing from there on until it ends")
+		return at, record, nil
+	case aborted:
+		is("aborted", "a record of an aborted transaction: consumers do not get it")
+		return at, nil, nil
 	}
+	at.State = "record"
 	return at, record, nil
 }
 
@@ -263,11 +255,11 @@ func (k *Kafka) topicID(ctx context.Context, topic string) (uuid.UUID, error) {
 	return uuid.UUID(topics[topic].ID), nil
 }
 
-// first reads the first record at or after a place, whatever the outcome of its transaction.
-func (k *Kafka) first(ctx context.Context, place Place) (*kgo.Record, error) {
+// first reads the first record at or after a place that the isolation level shows.
+func (k *Kafka) first(ctx context.Context, place topicscan.Place, level kgo.IsolationLevel) (*kgo.Record, error) {
 	client, err := kgo.NewClient(append(k.Options[:len(k.Options):len(k.Options)],
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{place.Topic: {place.Partition: kgo.NewOffset().At(place.Offset)}}),
-		kgo.FetchIsolationLevel(kgo.ReadUncommitted()),
+		kgo.FetchIsolationLevel(level),
 		kgo.KeepControlRecords(),
 	)...)
 	if err != nil {
@@ -285,31 +277,16 @@ func (k *Kafka) first(ctx context.Context, place Place) (*kgo.Record, error) {
 	}
 }
 
-// committed distinguishes a record that consumers get from records of open or aborted transactions.
-func (k *Kafka) committed(ctx context.Context, place Place, span topicscan.Span) (PlaceState, error) {
+// transaction reports what keeps consumers from getting a record: its transaction, or one before it, is open, or its
+// transaction was aborted.
+func (k *Kafka) transaction(ctx context.Context, place topicscan.Place) (open, aborted bool, err error) {
 	stable, err := kadm.NewClient(k.Client).ListCommittedOffsets(ctx, place.Topic)
-	if err == nil {
-		err = stable.Error()
+	if err = cmp.Or(err, stable.Error()); err != nil {
+		return false, false, fmt.Errorf("ask which transactions of topic %s are open: %w", place.Topic, err)
 	}
-	if err != nil {
-		return "", fmt.Errorf("ask which transactions of topic %s are open: %w", place.Topic, err)
+	if end, some := stable.Lookup(place.Topic, place.Partition); some && place.Offset >= end.Offset {
+		return true, false, nil
 	}
-	if end, some := stable.Lookup(place.Topic, place.Partition); some {
-		span.End = min(span.End, end.Offset)
-	}
-	if place.Offset >= span.End {
-		return PlaceOpen, nil
-	}
-	state := PlaceAborted
-	span.From = place.Offset
-	err = topicscan.Scan(ctx, k.Options, map[string]topicscan.Extent{place.Topic: {place.Partition: span}}, func(r *kgo.Record) error {
-		if r.Offset == place.Offset {
-			state = PlaceRecord
-		}
-		return errEnough // the first record is enough
-	})
-	if err != nil && !errors.Is(err, errEnough) {
-		return "", err
-	}
-	return state, nil
+	record, err := k.first(ctx, place, kgo.ReadCommitted()) // at the latest the end of its transaction
+	return false, err == nil && record.Offset != place.Offset, err
 }

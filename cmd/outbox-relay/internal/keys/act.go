@@ -12,14 +12,12 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // RefusedError means that the requested action does not apply to the key in its state. Nothing was
 // changed.
-type RefusedError struct {
-	Row    Row // as it was, locked
-	Remedy string
-}
+type RefusedError struct{ Remedy string }
 
 func (e *RefusedError) Error() string { return e.Remedy }
 
@@ -141,18 +139,18 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 			return err
 		}
 		if c.token != nil && was.LockToken != *c.token {
-			return &RefusedError{was, "it changed meanwhile"}
+			return &RefusedError{"it changed meanwhile"}
 		}
 		sql, args := c.sql, append([]any{place.Scope, place.Operation, place.Key}, c.args...)
 		if c.forgets && was.Flow == nil {
 			sql, args = forgetSQL, args[:4]
 		}
-		done, err := tx.Exec(ctx, inSchema(sql, schema), args...)
+		done, err := tx.Exec(ctx, migrations.InSchema(sql, schema), args...)
 		if err != nil {
 			return err
 		}
 		if done.RowsAffected() == 0 {
-			return &RefusedError{was, refusal(was)}
+			return &RefusedError{refusal(was)}
 		}
 		if err := operator.Note(ctx, tx, schema, by, c.what, c.subject(was)); err != nil {
 			return err

@@ -130,8 +130,6 @@ func read(ctx context.Context, db operator.Querier, schema, sql string, args ...
 	return operator.Rows(ctx, db, "read idempotency keys", schema, sql, pgx.RowToStructByPos[Row], args...)
 }
 
-func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
-
 // actionsMax bounds how many actions Show reads.
 const actionsMax = 20
 
@@ -152,7 +150,7 @@ type Detail struct {
 func Show(ctx context.Context, db operator.Querier, schema string, row Row, payloadMax int64) (*Detail, error) {
 	d := &Detail{Row: row}
 	var headers string
-	err := db.QueryRow(ctx, inSchema(detailSQL, schema), row.Scope, row.Operation, row.Key, min(payloadMax, 1<<30)).
+	err := db.QueryRow(ctx, migrations.InSchema(detailSQL, schema), row.Scope, row.Operation, row.Key, min(payloadMax, 1<<30)).
 		Scan(&d.Fingerprint, &headers, &d.Request, &d.Data, &d.Body)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, ErrNotFound

@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
@@ -52,19 +53,12 @@ const slots = 4
 // New returns metrics with all counters at zero.
 func New(cfg Config) *Metrics {
 	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), last: map[string][]prometheus.Metric{}}
-	name := prometheus.Labels{"relay": cfg.Relay}
-	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
-		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})
-		m.registry.MustRegister(c)
-		return c
-	}
+	of := promauto.With(prometheus.WrapRegistererWith(prometheus.Labels{"relay": cfg.Relay}, m.registry))
 	vector := func(metric, help, label string) *prometheus.CounterVec {
-		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: name}, []string{label})
-		m.registry.MustRegister(c)
-		return c
+		return of.NewCounterVec(prometheus.CounterOpts{Name: metric, Help: help}, []string{label})
 	}
-	gauge := func(metric, help string, of func(owned, hung int, away bool) float64) prometheus.Collector {
-		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: metric, Help: help, ConstLabels: name}, func() float64 { return of(cfg.State.Shards()) })
+	gauge := func(metric, help string, value func(owned, hung int, away bool) float64) {
+		of.NewGaugeFunc(prometheus.GaugeOpts{Name: metric, Help: help}, func() float64 { return value(cfg.State.Shards()) })
 	}
 	m.dispatched = vector("effectonce_outbox_messages_dispatched_total", "Rows that Kafka acknowledged to this replica, including repetitions.", "topic")
 	m.dead = vector("effectonce_outbox_messages_dead_total", "Rows that this replica moved to outbox_dead.", "reason")
@@ -73,40 +67,37 @@ func New(cfg Config) *Metrics {
 	} {
 		m.dead.WithLabelValues(string(reason)) // 0, so that the first one is an increase
 	}
-	m.truncateWaits = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+	m.truncateWaits = of.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "effectonce_outbox_relay_truncate_waiting_seconds", Help: "Seconds for which published rows of a slot of the outbox could not be removed because a transaction holds a lock on it; 0 if they can be removed.",
-		ConstLabels: name,
 	}, []string{"slot"})
 	for slot := range slots {
 		m.truncateWaits.WithLabelValues(strconv.Itoa(slot))
 	}
-	m.registry.MustRegister(m.truncateWaits)
-	m.leases = counter("effectonce_outbox_lease_changes_total", "Shards that this replica took, released or lost.", name)
-	m.interruptions = counter("effectonce_outbox_interruptions_total", "Times that this replica had to start over from its stored progress.", name)
-	m.errors = counter("effectonce_outbox_metrics_errors_total", "Failed readings of a group of gauges from the database.", nil)
-	lag := prometheus.NewHistogram(prometheus.HistogramOpts{
-		Name: "effectonce_outbox_delivery_lag_seconds", Help: "Seconds from a row's created_at to Kafka's acknowledgement.", ConstLabels: name,
+	m.leases = of.NewCounter(prometheus.CounterOpts{
+		Name: "effectonce_outbox_lease_changes_total", Help: "Shards that this replica took, released or lost.",
+	})
+	m.interruptions = of.NewCounter(prometheus.CounterOpts{
+		Name: "effectonce_outbox_interruptions_total", Help: "Times that this replica had to start over from its stored progress.",
+	})
+	m.errors = promauto.With(m.registry).NewCounter(prometheus.CounterOpts{
+		Name: "effectonce_outbox_metrics_errors_total", Help: "Failed readings of a group of gauges from the database.",
+	})
+	m.lag = of.NewHistogram(prometheus.HistogramOpts{
+		Name: "effectonce_outbox_delivery_lag_seconds", Help: "Seconds from a row's created_at to Kafka's acknowledgement.",
 		Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600},
 	})
-	m.lag = lag
-	m.registry.MustRegister(
-		lag,
-		gauge("effectonce_outbox_shards_owned", "Shards that this replica publishes; 0 if it stands by.", func(owned, _ int, _ bool) float64 { return float64(owned) }),
-		gauge("effectonce_outbox_shards_hung", "Shards of this replica whose work gives no sign of life.", func(_, hung int, _ bool) float64 { return float64(hung) }),
-		gauge("effectonce_outbox_kafka_away", "1 while Kafka accepts no rows from this replica, else 0.", func(_, _ int, away bool) float64 {
-			if away {
-				return 1
-			}
-			return 0
-		}),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "effectonce_outbox_relay_info", Help: "Version of the program; always 1.",
-			ConstLabels: prometheus.Labels{"relay": cfg.Relay, "version": cfg.Version},
-		}, func() float64 { return 1 }),
-		m,
-		collectors.NewGoCollector(),
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
-	)
+	gauge("effectonce_outbox_shards_owned", "Shards that this replica publishes; 0 if it stands by.", func(owned, _ int, _ bool) float64 { return float64(owned) })
+	gauge("effectonce_outbox_shards_hung", "Shards of this replica whose work gives no sign of life.", func(_, hung int, _ bool) float64 { return float64(hung) })
+	gauge("effectonce_outbox_kafka_away", "1 while Kafka accepts no rows from this replica, else 0.", func(_, _ int, away bool) float64 {
+		if away {
+			return 1
+		}
+		return 0
+	})
+	of.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "effectonce_outbox_relay_info", Help: "Version of the program; always 1.", ConstLabels: prometheus.Labels{"version": cfg.Version},
+	}, func() float64 { return 1 })
+	m.registry.MustRegister(m, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
 

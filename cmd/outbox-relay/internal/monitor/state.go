@@ -49,22 +49,22 @@ func NewState() *State {
 // Hooks returns callbacks that update the state.
 func (s *State) Hooks() relay.Hooks {
 	return relay.Hooks{
-		Heartbeat: func() { s.set(func() { s.turn = time.Now() }) },
+		Heartbeat: func() { s.locked(func() { s.turn = time.Now() }) },
 		Lease: func(shard int16, held bool) {
-			s.set(func() {
+			s.locked(func() {
 				s.turn = time.Now()
 				mark(s.owned, shard, held)
 			})
 		},
-		Away: func(why error) { s.set(func() { s.away = why != nil }) },
-		Hung: func(shard int16, hung bool) { s.set(func() { mark(s.hung, shard, hung) }) },
+		Away: func(why error) { s.locked(func() { s.away = why != nil }) },
+		Hung: func(shard int16, hung bool) { s.locked(func() { mark(s.hung, shard, hung) }) },
 	}
 }
 
-func (s *State) set(change func()) {
+func (s *State) locked(work func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	change()
+	work()
 }
 
 func mark(shards map[int16]bool, shard int16, in bool) {
@@ -83,7 +83,7 @@ func (s *State) Draining() { s.enter(draining) }
 
 // enter never returns to an earlier phase: a stop may come before the start is complete.
 func (s *State) enter(next phase) {
-	s.set(func() { s.phase, s.turn = max(s.phase, next), time.Now() })
+	s.locked(func() { s.phase, s.turn = max(s.phase, next), time.Now() })
 }
 
 // stuck returns why the process has to be restarted, or an empty text. One hung shard is enough,
@@ -107,15 +107,8 @@ func (s *State) stuck() string {
 
 // Shards returns how many shards the replica has, how many of them hang, and whether Kafka accepts no rows.
 func (s *State) Shards() (owned, hung int, away bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return len(s.owned), len(s.hung), s.away
-}
-
-func (s *State) now() phase {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.phase
+	s.locked(func() { owned, hung, away = len(s.owned), len(s.hung), s.away })
+	return owned, hung, away
 }
 
 // Limits of the query to the database.
@@ -196,7 +189,8 @@ func reason(err error) string {
 // readiness of this replica now.
 func (s *Server) readiness(ctx context.Context) Readiness {
 	at := s.ask(ctx)
-	phase := s.cfg.State.now()
+	var phase phase
+	s.cfg.State.locked(func() { phase = s.cfg.State.phase })
 	shards, _, away := s.cfg.State.Shards()
 	r := Readiness{Relay: s.cfg.Relay, Shards: shards, Reasons: []string{}}
 	if at.reason != "" {

@@ -39,16 +39,17 @@ type DB interface {
 	Beginner
 }
 
-// Rows returns what a statement for a schema reads. Errors begin with what.
-func Rows[T any](ctx context.Context, db Querier, what, schema, sql string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
+// Rows returns what a statement for a schema reads: an empty slice, and not nil, for nothing and after an error. Errors
+// begin with what.
+func Rows[T any](ctx context.Context, db Querier, what, schema, sql string, scan pgx.RowToFunc[T], args ...any) (all []T, err error) {
 	rows, err := db.Query(ctx, migrations.InSchema(sql, schema), args...)
 	if err == nil {
-		var all []T
-		if all, err = pgx.CollectRows(rows, scan); err == nil {
-			return all, nil
-		}
+		all, err = pgx.CollectRows(rows, scan)
 	}
-	return nil, fmt.Errorf("%s: %w", what, err)
+	if err != nil {
+		return []T{}, fmt.Errorf("%s: %w", what, err)
+	}
+	return all, nil
 }
 
 // Each is Rows for a function that is called after each row was scanned into the destinations.
@@ -112,7 +113,7 @@ SELECT clock_timestamp(), set_config('lock_timeout', '30s', true), set_config('s
 
 const actionsSQL = `-- operator.actions
 SELECT id, who, stated, what, why, "when", db_role, subject::text FROM effectonce.operator_actions
-WHERE ($1::text IS NULL OR subject->>'message_id' = $1) AND ($2::interval IS NULL OR "when" > clock_timestamp() - $2)
+WHERE ($1::uuid IS NULL OR subject->>'message_id' = $1::text) AND ($2::interval IS NULL OR "when" > clock_timestamp() - $2)
 ORDER BY id DESC LIMIT $3`
 
 const noteSQL = `-- operator.note
@@ -160,13 +161,14 @@ type subject struct {
 	Role         string  `json:"role"`
 }
 
+func (a *Action) subject() (s subject) {
+	_ = json.Unmarshal(a.Subject, &s) // what has another form, as of a later release, is left out
+	return s
+}
+
 // Choice describes in one line what was decided, where What leaves that open.
 func (a *Action) Choice() string {
-	var subject subject
-	if json.Unmarshal(a.Subject, &subject) != nil {
-		return ""
-	}
-	switch {
+	switch subject := a.subject(); {
 	case a.What == "key.retry" && subject.Happened:
 		return "the call happened"
 	case a.What == "key.retry" && subject.DidNotHappen:
@@ -190,11 +192,7 @@ func (a *Action) Choice() string {
 // Object describes in one line what an action was done to: the message, the idempotency key as logs
 // show it, or else the place in Kafka. Empty: the action has none of these.
 func (a *Action) Object() string {
-	var subject subject
-	if json.Unmarshal(a.Subject, &subject) != nil {
-		return ""
-	}
-	switch {
+	switch subject := a.subject(); {
 	case subject.ID != "":
 		if id, err := uuid.Parse(subject.ID); err == nil {
 			return id.String()
@@ -228,12 +226,7 @@ type ActionFilter struct {
 
 // Actions returns what operators did, the newest first.
 func Actions(ctx context.Context, db Querier, schema string, filter ActionFilter, limit int) ([]Action, error) {
-	var id *string
-	if filter.Message != nil {
-		text := filter.Message.String()
-		id = &text
-	}
-	return ReadActions(ctx, db, schema, actionsSQL, id, filter.YoungerThan, limit)
+	return ReadActions(ctx, db, schema, actionsSQL, filter.Message, filter.YoungerThan, limit)
 }
 
 // ReadActions runs a statement that returns the columns of an Action.

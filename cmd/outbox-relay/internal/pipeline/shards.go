@@ -71,8 +71,7 @@ func scanProgress(row pgx.CollectableRow) (s Progress, err error) {
 	}
 	s.tick, s.seqLast = *tick, *seqLast
 	if s.Moved {
-		nothing := nothingVisible
-		s.tick, s.next, s.seq = nothingVisible, &nothing, s.Floor
+		s.tick, s.next, s.seq = nothingVisible, new(nothingVisible), s.Floor
 	}
 	return s, nil
 }

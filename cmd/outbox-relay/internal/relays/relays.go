@@ -49,10 +49,10 @@ type Replica struct {
 }
 
 // Away reports whether rows wait for the brokers or the receiver.
-func (r *Replica) Away() bool { return r.Problem != "" && !r.Stuck() }
+func (r Replica) Away() bool { return r.Problem != "" && !r.Stuck() }
 
 // Stuck reports whether one of its shards hangs.
-func (r *Replica) Stuck() bool { return r.State == "stuck" }
+func (r Replica) Stuck() bool { return r.State == "stuck" }
 
 // ReplicasMax bounds how many replicas are listed.
 const ReplicasMax = 1000
@@ -94,21 +94,14 @@ func Delete(ctx context.Context, db operator.Beginner, schema, relay string, by 
 		if err := tx.QueryRow(ctx, in(deleteSQL), relay).Scan(&gone.Shards, &gone.Paused, &gone.Replicas); err != nil {
 			return err
 		}
-		if locked.RowsAffected()+gone.Shards == 0 {
-			var left bool
-			if err := tx.QueryRow(ctx, in(knownSQL), relay).Scan(&left); err != nil {
-				return err
-			}
-			if !left {
-				return ErrUnknown
-			}
-		}
-		var live, dead bool
-		if err := tx.QueryRow(ctx, in(leftSQL), relay).Scan(&live, &dead); err != nil {
+		var shards, replicas, dead bool
+		if err := tx.QueryRow(ctx, in(leftSQL), relay).Scan(&shards, &replicas, &dead); err != nil {
 			return err
 		}
 		switch {
-		case live:
+		case locked.RowsAffected()+gone.Shards == 0 && !shards:
+			return ErrUnknown
+		case shards || replicas:
 			return ErrLive
 		case dead:
 			return ErrDead
@@ -181,9 +174,6 @@ SELECT DISTINCT ON (shard) relay, shard, n + 1, -1, tick, seq, floor, published 
 const clearChainsSQL = `-- relays.clear_chains
 DELETE FROM effectonce.outbox_advances WHERE relay = $1 AND epoch >= 0`
 
-const knownSQL = `-- relays.known
-SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1)`
-
 const leftSQL = `-- relays.left
-SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1) OR EXISTS (SELECT FROM effectonce.outbox_replicas WHERE relay = $1),
+SELECT EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1), EXISTS (SELECT FROM effectonce.outbox_replicas WHERE relay = $1),
   EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND state IN ('held', 'behind', 'retry'))`

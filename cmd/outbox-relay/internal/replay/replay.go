@@ -52,7 +52,7 @@ func (o *Options) args(ctx context.Context, db operator.Querier, more ...any) ([
 }
 
 // Count returns how many rows Run would publish again.
-func Count(ctx context.Context, db operator.Querier, opts Options) (rows int64, err error) {
+func Count(ctx context.Context, db operator.DB, opts Options) (rows int64, err error) {
 	args, err := opts.args(ctx, db)
 	if err != nil {
 		return 0, err
@@ -66,7 +66,7 @@ func Count(ctx context.Context, db operator.Querier, opts Options) (rows int64, 
 // Run inserts the chosen rows into the outbox again, in their order and under their IDs, and records
 // who did so, in one transaction: an error means that nothing was done, unless the connection broke
 // during COMMIT. It takes until ctx ends at most, and then ends on the server, too.
-func Run(ctx context.Context, db operator.Beginner, opts Options) (rows int64, err error) {
+func Run(ctx context.Context, db operator.DB, opts Options) (rows int64, err error) {
 	err = operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) error {
 		if end, ok := ctx.Deadline(); ok { // a long statement is expected here
 			if _, err := tx.Exec(ctx, "SELECT pg_catalog.set_config('statement_timeout', $1, true)", fmt.Sprint(max(time.Until(end).Milliseconds(), 1))); err != nil {

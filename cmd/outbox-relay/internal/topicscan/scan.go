@@ -3,11 +3,14 @@
 package topicscan
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -23,6 +26,29 @@ const (
 	// askMax is how long brokers may take to report what blocks a scan.
 	askMax = 5 * time.Second
 )
+
+// Place is where Kafka has a record.
+type Place struct {
+	Topic     string `json:"topic"`
+	Partition int32  `json:"partition"`
+	Offset    int64  `json:"offset"`
+}
+
+// PlaceOf returns the place of a record.
+func PlaceOf(r *kgo.Record) Place { return Place{r.Topic, r.Partition, r.Offset} }
+
+func (p Place) String() string { return fmt.Sprintf("%s/%d/%d", p.Topic, p.Partition, p.Offset) }
+
+// ParsePlace reads topic/partition/offset.
+func ParsePlace(text string) (p Place, ok bool) {
+	parts := strings.Split(text, "/")
+	if len(parts) != 3 || parts[0] == "" {
+		return p, false
+	}
+	partition, err := strconv.ParseUint(parts[1], 10, 31)
+	offset, offsetErr := strconv.ParseUint(parts[2], 10, 63)
+	return Place{parts[0], int32(partition), int64(offset)}, err == nil && offsetErr == nil
+}
 
 // Span is what a scan reads of a partition: the offsets from From to before End. Start is the first
 // offset that Kafka still has.
@@ -40,9 +66,7 @@ func ExtentOf(ctx context.Context, client *kgo.Client, since time.Time, topic st
 	admin := kadm.NewClient(client)
 	// Read the end first: it defines the moment, the other offsets only have to be before it.
 	ends, err := admin.ListEndOffsets(ctx, topic)
-	if err == nil {
-		err = ends.Error()
-	}
+	err = cmp.Or(err, ends.Error())
 	if errors.Is(err, kerr.UnknownTopicOrPartition) {
 		return Extent{}, nil
 	}
@@ -50,14 +74,11 @@ func ExtentOf(ctx context.Context, client *kgo.Client, since time.Time, topic st
 		return nil, fmt.Errorf("read the end offsets of topic %s: %w", topic, err)
 	}
 	starts, err := admin.ListStartOffsets(ctx, topic)
-	if err == nil {
-		err = starts.Error()
-	}
+	err = cmp.Or(err, starts.Error())
 	from := starts
 	if err == nil && !since.IsZero() {
-		if from, err = admin.ListOffsetsAfterMilli(ctx, max(since.UnixMilli(), 0), topic); err == nil {
-			err = from.Error()
-		}
+		from, err = admin.ListOffsetsAfterMilli(ctx, max(since.UnixMilli(), 0), topic)
+		err = cmp.Or(err, from.Error())
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read the start offsets of topic %s: %w", topic, err)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -26,25 +27,26 @@ type position struct {
 	partition int32
 }
 
-// claims has the group's positions when the run began, and the claims that are still to be looked
-// up.
+// claims has the group's positions when the run began, and what its consumers claim of each topic that they read.
 type claims struct {
-	next      map[position]int64
-	consumers map[string][]int32
-	rules     map[string]map[string]dedup.IDRule // by topic and rule
-	aliases   map[string]string                  // what a topic is called in IDs
-	windows   map[string]time.Duration           // the longest; 0: forever
-	waiting   map[string]*pending                // by topic
+	next   map[position]int64
+	topics map[string]*topicClaims
 }
 
-type pending struct {
-	ids     [][16]byte
+// topicClaims also has the claims of a topic that are still to be looked up.
+type topicClaims struct {
+	consumers []int32
+	rules     map[string]dedup.IDRule // by their texts
+	alias     string                  // what the topic is called in IDs
+	window    time.Duration           // the longest; 0: forever
+
+	ids     []uuid.UUID
 	records []int // for each ID the index in places: a record has an ID by each rule
-	places  []inspect.Place
+	places  []topicscan.Place
 }
 
 func readClaims(ctx context.Context, db operator.Querier, schema, group string) (*claims, error) {
-	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, rules: map[string]map[string]dedup.IDRule{}, aliases: map[string]string{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
+	c := &claims{next: map[position]int64{}, topics: map[string]*topicClaims{}}
 	var p position
 	var next int64
 	err := operator.Each(ctx, db, fmt.Sprintf("read the positions of group %q", group), schema, positionsSQL, []any{group}, []any{&p.topic, &p.partition, &next}, func() error {
@@ -58,29 +60,28 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 	var topic, text, alias string
 	var window *float64
 	err = operator.Each(ctx, db, fmt.Sprintf("read the consumers of group %q", group), schema, consumersSQL, []any{group}, []any{&id, &topic, &text, &window, &alias}, func() error {
-		c.aliases[topic] = alias
-		known := len(c.consumers[topic]) > 0
-		c.consumers[topic] = append(c.consumers[topic], id)
 		rule, err := dedup.ParseIDRule(text)
 		if err != nil {
 			return err
 		}
+		t, known := c.topics[topic]
 		if !known {
-			c.rules[topic] = map[string]dedup.IDRule{}
+			t = &topicClaims{rules: map[string]dedup.IDRule{}}
+			c.topics[topic] = t
 		}
-		c.rules[topic][text] = rule
+		t.alias, t.consumers, t.rules[text] = alias, append(t.consumers, id), rule
 		switch {
 		case window == nil:
-			c.windows[topic] = 0
-		case !known || c.windows[topic] > 0:
-			c.windows[topic] = max(c.windows[topic], time.Duration(*window*float64(time.Second)))
+			t.window = 0
+		case !known || t.window > 0:
+			t.window = max(t.window, time.Duration(*window*float64(time.Second)))
 		}
 		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	if len(c.consumers) == 0 {
+	if len(c.topics) == 0 {
 		return nil, fmt.Errorf("group %q: no consumer of this group ever claimed: check the name in --group", group)
 	}
 	return c, nil
@@ -90,66 +91,61 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 // up in batches.
 func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 	next, known := r.claims.next[position{record.Topic, record.Partition}]
-	if !known || record.Offset >= next || len(r.claims.consumers[record.Topic]) == 0 {
+	t := r.claims.topics[record.Topic]
+	if !known || record.Offset >= next || t == nil {
 		return nil
 	}
 	var ids []uuid.UUID
-	for _, rule := range r.claims.rules[record.Topic] {
+	for _, rule := range t.rules {
 		if text, scope := inspect.Carried(record, rule); text != "" {
 			ids = append(ids, dedup.MessageID(scope, []byte(text)))
-			if alias, isTopic := r.claims.aliases[scope]; isTopic && alias != scope {
-				ids = append(ids, dedup.MessageID(alias, []byte(text)))
+			if named := r.claims.topics[scope]; named != nil && named.alias != scope {
+				ids = append(ids, dedup.MessageID(named.alias, []byte(text)))
 			}
 		}
 	}
 	if len(ids) == 0 {
 		return nil
 	}
-	if window := r.claims.windows[record.Topic]; window > 0 {
-		oldest := r.now.Add(windowSlack - window)
+	if t.window > 0 {
+		oldest := r.now.Add(windowSlack - t.window)
 		forgotten := func(id uuid.UUID) bool { at, timed := dedup.Time(id); return timed && at.Before(oldest) }
 		if record.Timestamp.Before(oldest) || slices.ContainsFunc(ids, forgotten) {
 			return nil
 		}
 	}
-	waiting := r.claims.waiting[record.Topic]
-	if waiting == nil {
-		waiting = &pending{}
-		r.claims.waiting[record.Topic] = waiting
-	}
 	for _, id := range ids {
-		waiting.ids, waiting.records = append(waiting.ids, id), append(waiting.records, len(waiting.places))
+		t.ids, t.records = append(t.ids, id), append(t.records, len(t.places))
 	}
-	waiting.places = append(waiting.places, inspect.Place{Topic: record.Topic, Partition: record.Partition, Offset: record.Offset})
-	if len(waiting.ids) < claimsPage {
+	t.places = append(t.places, topicscan.PlaceOf(record))
+	if len(t.ids) < claimsPage {
 		return nil
 	}
-	return r.lookForClaims(ctx, record.Topic)
+	return r.lookForClaims(ctx, t)
 }
 
 func (r *run) flushClaims(ctx context.Context) error {
 	if r.claims == nil {
 		return nil
 	}
-	for topic := range r.claims.waiting {
-		if err := r.lookForClaims(ctx, topic); err != nil {
+	for _, t := range r.claims.topics {
+		if err := r.lookForClaims(ctx, t); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (r *run) lookForClaims(ctx context.Context, topic string) error {
-	waiting := r.claims.waiting[topic]
-	unclaimed, err := operator.Rows(ctx, r.db, "look for claims", r.Schema, unclaimedSQL, pgx.RowTo[int], r.claims.consumers[topic], waiting.ids, waiting.records)
+func (r *run) lookForClaims(ctx context.Context, t *topicClaims) error {
+	unclaimed, err := operator.Rows(ctx, r.db, "look for claims", r.Schema, unclaimedSQL, pgx.RowTo[int], t.consumers, t.ids, t.records)
 	if err != nil {
 		return err
 	}
 	for _, record := range unclaimed {
-		id := uuid.UUID(waiting.ids[slices.Index(waiting.records, record)])
-		r.found(&r.report.Unclaimed, "message %s at %s is before the position of group %s, but not claimed", id, waiting.places[record], r.Group)
+		id := t.ids[slices.Index(t.records, record)]
+		r.found(&r.report.Unclaimed, "message %s at %s is before the position of group %s, but not claimed", id, t.places[record], r.Group)
 	}
-	r.report.Claimed += int64(len(waiting.places))
-	*waiting = pending{waiting.ids[:0], waiting.records[:0], waiting.places[:0]}
+	r.report.Claimed += int64(len(t.places))
+	t.ids, t.records, t.places = t.ids[:0], t.records[:0], t.places[:0]
 	return nil
 }

@@ -12,6 +12,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+
+	"github.com/google/uuid"
 )
 
 type message struct {
@@ -47,7 +49,7 @@ func (r *run) judgeRecords(ctx context.Context) error {
 			if first, again := firsts[m]; !again {
 				firsts[m] = record
 			} else if owed[m] < 0 {
-				r.found(&r.report.Duplicates, "message %s is at %s and again at %s", idText(record.ID),
+				r.found(&r.report.Duplicates, "message %s is at %s and again at %s", uuid.UUID(record.ID),
 					r.place(first.Topic, first.Partition, first.Offset), r.place(record.Topic, record.Partition, record.Offset))
 			}
 		}
@@ -69,10 +71,10 @@ func (r *run) judgeRecords(ctx context.Context) error {
 			case r.expired(row):
 				r.report.Expired++
 			default:
-				r.found(&r.report.Missing, "row %d (id %s) is published, but not in topic %s", row.Seq, idText(row.ID), r.names[row.Topic])
+				r.found(&r.report.Missing, "row %d (id %s) is published, but not in topic %s", row.Seq, uuid.UUID(row.ID), r.names[row.Topic])
 			}
 		}
-		r.progress("parts", int64(part+1))
+		r.Progress("parts", int64(part+1))
 	}
 	return nil
 }
@@ -162,16 +164,15 @@ type spill[T any] struct {
 	buffer  []byte
 }
 
-func newSpill[T any](dir, name string) (*spill[T], error) {
-	s := &spill[T]{}
+func (s *spill[T]) create(dir, name string) error {
 	for i := range s.files {
 		file, err := os.Create(filepath.Join(dir, fmt.Sprintf("%s-%d", name, i))) //nolint:gosec // in a directory of our own
 		if err != nil {
-			return nil, errors.Join(err, s.close())
+			return err
 		}
 		s.files[i], s.writers[i] = file, bufio.NewWriterSize(file, 16<<10)
 	}
-	return s, nil
+	return nil
 }
 
 func (s *spill[T]) add(by byte, item T) (err error) {
@@ -199,6 +200,7 @@ func (s *spill[T]) read(part int) ([]T, error) {
 	return items, binary.Read(bufio.NewReader(file), binary.LittleEndian, items)
 }
 
+// close closes the files that were created.
 func (s *spill[T]) close() error {
 	var all []error
 	for _, file := range s.files {

@@ -70,17 +70,24 @@ func (r *run) readRows(ctx context.Context) error {
 		err := operator.Each(ctx, r.db, "read the outbox", r.Schema, rowsSQL, r.cut.Args(last, r.report.Since, r.Topics, pageRows), into, func() (err error) {
 			n++
 			last = item.Seq
-			item.Partition = partitionAsked(headers)
 			topic := r.TopicPrefix + topic
 			if item.Topic, err = r.number(ctx, topic); err != nil {
 				return err
 			}
-			return r.addRow(item, topic, key, created)
+			item.Partition, item.Key, item.Created, item.Hash = partitionAsked(headers), keyHash(topic, key), created.UnixMicro(), inspect.HashOf(key)
+			if _, dead := slices.BinarySearch(r.unpublished, item.Seq); dead {
+				item.Published = false
+			}
+			r.report.Rows++
+			if item.Published {
+				r.report.Published++
+			}
+			return r.rows.add(item.ID[15], item)
 		})
 		if err != nil {
 			return err
 		}
-		r.progress("rows", r.report.Rows)
+		r.Progress("rows", r.report.Rows)
 		if n < pageRows {
 			return nil
 		}
@@ -100,18 +107,6 @@ func partitionAsked(headers *string) int32 {
 	return -1
 }
 
-func (r *run) addRow(item rowItem, topic string, key []byte, created time.Time) error {
-	item.Key, item.Created, item.Hash = keyHash(topic, key), created.UnixMicro(), inspect.HashOf(key)
-	if _, dead := slices.BinarySearch(r.unpublished, item.Seq); dead {
-		item.Published = false
-	}
-	r.report.Rows++
-	if item.Published {
-		r.report.Published++
-	}
-	return r.rows.add(item.ID[15], item)
-}
-
 // readTopics reads every topic up to the end that it had when a row or an option first named it.
 func (r *run) readTopics(ctx context.Context) error {
 	for topic, extent := range r.extents {
@@ -125,13 +120,13 @@ func (r *run) readTopics(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read the topics: %w", err)
 	}
-	r.progress("records", r.report.Records)
+	r.Progress("records", r.report.Records)
 	return r.flushClaims(ctx)
 }
 
 func (r *run) addRecord(ctx context.Context, record *kgo.Record) error {
 	if r.report.Records++; r.report.Records%progressEvery == 0 {
-		r.progress("records", r.report.Records)
+		r.Progress("records", r.report.Records)
 	}
 	topic := r.numbers[record.Topic]
 	at := partition{topic, record.Partition}

@@ -10,8 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/google/uuid"
-
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -121,9 +119,9 @@ type run struct {
 	oldest map[partition]int64
 	first  map[partition]int64 // time of the first record that was read, in microseconds
 
-	rows    *spill[rowItem]
-	records *spill[recordItem]
-	firsts  *spill[firstItem]
+	rows    spill[rowItem]
+	records spill[recordItem]
+	firsts  spill[firstItem]
 }
 
 type partition struct{ topic, partition int32 }
@@ -140,21 +138,16 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 		first:  map[partition]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
 	}
+	if r.Progress == nil {
+		r.Progress = func(string, int64) {}
+	}
 	for _, f := range r.findings() {
 		f.Examples = []string{}
 	}
-	if r.rows, err = newSpill[rowItem](dir, "rows"); err != nil {
+	defer func() { err = errors.Join(err, r.rows.close(), r.records.close(), r.firsts.close()) }()
+	if err := errors.Join(r.rows.create(dir, "rows"), r.records.create(dir, "records"), r.firsts.create(dir, "firsts")); err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, r.rows.close()) }()
-	if r.records, err = newSpill[recordItem](dir, "records"); err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, r.records.close()) }()
-	if r.firsts, err = newSpill[firstItem](dir, "firsts"); err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, r.firsts.close()) }()
 	for _, step := range []func(context.Context) error{r.begin, r.readRows, r.readTopics, r.judgeRecords, r.judgeOrder} {
 		if err := step(ctx); err != nil {
 			return nil, err
@@ -178,12 +171,6 @@ func (r *run) found(f *Finding, format string, args ...any) {
 	f.Count++
 	if len(f.Examples) < r.Examples {
 		f.Examples = append(f.Examples, fmt.Sprintf(format, args...))
-	}
-}
-
-func (r *run) progress(phase string, done int64) {
-	if r.Progress != nil {
-		r.Progress(phase, done)
 	}
 }
 
@@ -218,8 +205,6 @@ func (r *run) place(topic, partition int32, offset int64) string {
 	return fmt.Sprintf("%s/%d/%d", r.names[topic], partition, offset)
 }
 
-func idText(id [16]byte) string { return uuid.UUID(id).String() }
-
 // nothingChecked reports what the run looked for and found nothing of: that proves nothing.
 func (r *run) nothingChecked() {
 	rep := r.report
@@ -238,7 +223,7 @@ func (r *run) nothingChecked() {
 	if r.claims == nil || rep.Claimed > 0 {
 		return
 	}
-	consumed := slices.DeleteFunc(slices.Sorted(slices.Values(r.names)), func(topic string) bool { return len(r.claims.consumers[topic]) == 0 })
+	consumed := slices.DeleteFunc(slices.Sorted(slices.Values(r.names)), func(topic string) bool { return r.claims.topics[topic] == nil })
 	if len(consumed) == 0 {
 		unchecked("no claims looked for: group %s consumes none of the topics that rows%s name: give --topic", r.Group, r.window())
 		return

@@ -29,11 +29,7 @@ type Order struct {
 type Record struct {
 	Partition int32
 	Offset    int64
-	MessageID string
-	Key       string
-	OrderID   int64
-	Version   int64
-	Amount    int64
+	Order     // as the record has it
 	// Unreadable is why a record is no order event; the fields above may then be zero.
 	Unreadable string
 }
@@ -41,12 +37,8 @@ type Record struct {
 // Effect is one row that a consumer wrote. Sequence increases in commit order among the rows of one
 // key.
 type Effect struct {
-	Sequence  int64
-	OrderID   int64
-	MessageID string
-	Key       string
-	Version   int64
-	Amount    int64
+	Sequence int64
+	Order    // as the effect has it
 }
 
 // Evidence is everything that Judge looks at, in any order.
@@ -133,13 +125,12 @@ func (v *Verdict) judgeTopic(records []Record, orders map[int64]Order) (delivere
 		if !first {
 			v.DuplicatesDelivered++
 		}
-		claim := Order{ID: r.OrderID, MessageID: r.MessageID, Key: r.Key, Version: r.Version, Amount: r.Amount}
-		if fact, ok := orders[r.OrderID]; !ok || fact != claim {
+		if fact, ok := orders[r.ID]; !ok || fact != r.Order {
 			v.Phantoms++
-			v.example("record %d/%d says %+v, the shop says %+v", r.Partition, r.Offset, claim, fact)
+			v.example("record %d/%d says %+v, the shop says %+v", r.Partition, r.Offset, r.Order, fact)
 			continue
 		}
-		delivered[r.OrderID] = true
+		delivered[r.ID] = true
 		if !first {
 			continue
 		}
@@ -166,19 +157,18 @@ func (v *Verdict) judgeEffects(effects []Effect, orders map[int64]Order) (done m
 	done = make(map[int64]int, len(orders))
 	versions := make(map[string]int64)
 	for _, e := range effects {
-		claim := Order{ID: e.OrderID, MessageID: e.MessageID, Key: e.Key, Version: e.Version, Amount: e.Amount}
-		fact, ok := orders[e.OrderID]
-		if !ok || fact != claim {
+		fact, ok := orders[e.ID]
+		if !ok || fact != e.Order {
 			v.Phantoms++
-			v.example("effect %d says %+v, the shop says %+v", e.Sequence, claim, fact)
+			v.example("effect %d says %+v, the shop says %+v", e.Sequence, e.Order, fact)
 		}
 		if !ok {
 			continue
 		}
-		done[e.OrderID]++
-		if n := done[e.OrderID]; n > 1 {
+		done[e.ID]++
+		if n := done[e.ID]; n > 1 {
 			v.Doubled++
-			v.example("order %d (%s, version %d) has effect number %d", e.OrderID, e.Key, e.Version, n)
+			v.example("order %d (%s, version %d) has effect number %d", e.ID, e.Key, e.Version, n)
 			continue
 		}
 		if e.Version < versions[e.Key] {
@@ -272,11 +262,11 @@ func ReadTopic(ctx context.Context, options []kgo.Opt, topic string, evidence *E
 	}
 	defer client.Close()
 	extent, err := topicscan.ExtentOf(ctx, client, time.Time{}, topic)
+	if err == nil && len(extent) == 0 {
+		err = kerr.UnknownTopicOrPartition
+	}
 	if err != nil {
 		return fmt.Errorf("check topic %s: %w", topic, err)
-	}
-	if len(extent) == 0 {
-		return fmt.Errorf("check topic %s: %w", topic, kerr.UnknownTopicOrPartition)
 	}
 	err = topicscan.Scan(ctx, options, map[string]topicscan.Extent{topic: extent}, func(r *kgo.Record) error {
 		evidence.Records = append(evidence.Records, decode(r))
@@ -289,7 +279,7 @@ func ReadTopic(ctx context.Context, options []kgo.Opt, topic string, evidence *E
 }
 
 func decode(r *kgo.Record) Record {
-	record := Record{Partition: r.Partition, Offset: r.Offset, Key: string(r.Key)}
+	record := Record{Partition: r.Partition, Offset: r.Offset, Order: Order{Key: string(r.Key)}}
 	for _, h := range r.Headers {
 		if h.Key == "message-id" {
 			record.MessageID = string(h.Value)
@@ -306,7 +296,7 @@ func decode(r *kgo.Record) Record {
 	case body.Customer != record.Key:
 		record.Unreadable = fmt.Sprintf("its key is %q, its customer is %q", record.Key, body.Customer)
 	default:
-		record.OrderID, record.Version, record.Amount = *body.Order, body.Version, body.Amount
+		record.ID, record.Version, record.Amount = *body.Order, body.Version, body.Amount
 	}
 	return record
 }

@@ -25,14 +25,8 @@ func perfect() checker.Evidence {
 				Key: fmt.Sprintf("customer-%d", customer), Version: version, Amount: 10*version + customer,
 			}
 			e.Orders = append(e.Orders, o)
-			e.Records = append(e.Records, checker.Record{
-				Partition: int32(customer), Offset: version, MessageID: o.MessageID,
-				Key: o.Key, OrderID: o.ID, Version: o.Version, Amount: o.Amount,
-			})
-			e.Effects = append(e.Effects, checker.Effect{
-				Sequence: int64(len(e.Effects)), OrderID: o.ID, MessageID: o.MessageID,
-				Key: o.Key, Version: o.Version, Amount: o.Amount,
-			})
+			e.Records = append(e.Records, checker.Record{Partition: int32(customer), Offset: version, Order: o})
+			e.Effects = append(e.Effects, checker.Effect{Sequence: int64(len(e.Effects)), Order: o})
 			e.Balances[o.Key] += o.Amount
 		}
 	}
@@ -71,7 +65,7 @@ func TestJudgeFindsEveryPlantedBug(t *testing.T) {
 			e.Effects = append(e.Effects, resequenced(e.Effects[7], 100))
 		}, func(v *checker.Verdict) { v.Effects, v.Doubled = 31, 1 }},
 		{"effect without an order", func(e *checker.Evidence) {
-			e.Effects = append(e.Effects, checker.Effect{Sequence: 100, OrderID: 999, MessageID: "x", Key: "customer-1", Version: 11})
+			e.Effects = append(e.Effects, checker.Effect{Sequence: 100, Order: checker.Order{ID: 999, MessageID: "x", Key: "customer-1", Version: 11}})
 		}, func(v *checker.Verdict) { v.Effects, v.Phantoms = 31, 1 }},
 		{"effect of another amount", func(e *checker.Evidence) { e.Effects[3].Amount++ }, func(v *checker.Verdict) { v.Phantoms = 1 }},
 		{"effect of another message", func(e *checker.Evidence) { e.Effects[3].MessageID = "x" }, func(v *checker.Verdict) { v.Phantoms = 1 }},
@@ -88,7 +82,7 @@ func TestJudgeFindsEveryPlantedBug(t *testing.T) {
 		}, func(v *checker.Verdict) { v.OutOfOrder = 1 }},
 		{"key in two partitions", func(e *checker.Evidence) { e.Records[3].Partition = 2 }, func(v *checker.Verdict) { v.OutOfOrder = 1 }},
 		{"record without an order", func(e *checker.Evidence) {
-			e.Records = append(e.Records, checker.Record{Offset: 50, MessageID: "x", Key: "customer-0", OrderID: 999, Version: 11})
+			e.Records = append(e.Records, checker.Record{Offset: 50, Order: checker.Order{ID: 999, MessageID: "x", Key: "customer-0", Version: 11}})
 		}, func(v *checker.Verdict) { v.Records, v.Phantoms = 32, 1 }},
 		{"record that is no event", func(e *checker.Evidence) {
 			e.Records = append(e.Records, checker.Record{Offset: 50, Unreadable: "no JSON"})

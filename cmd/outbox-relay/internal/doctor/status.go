@@ -36,7 +36,7 @@ type Status struct {
 	Replicas  []relays.Replica `json:"replicas"`
 	Consumers int64            `json:"consumers"` // names that claim
 	Positions int64            `json:"positions"` // partitions with a stored position
-	// Consuming has every name that claims. Empty if only one relay was asked for.
+	// Consuming has every name that claims.
 	Consuming []ConsumerStatus `json:"consuming"`
 	// Paused are the topics that an operator paused for a group. Requests are those to resume at
 	// another position that are not done yet.
@@ -49,7 +49,7 @@ type Status struct {
 	KafkaError string `json:"kafka_error"`
 	// Scheduled counts the scheduled messages.
 	Scheduled Scheduled `json:"scheduled"`
-	// Dedup is the space that the claims take. Null if only one relay was asked for.
+	// Dedup is the space that the claims take.
 	Dedup *dedup.Stats `json:"dedup"`
 }
 
@@ -65,8 +65,7 @@ type RelayStatus struct {
 
 // StatusOptions are the options of ReadStatus. The zero value works.
 type StatusOptions struct {
-	// Relay limits the status to one name, which is also reported if it never ran; consumers are
-	// then left out. Default: all.
+	// Relay limits the relays to one name, which is also reported if it never ran. Default: all.
 	Relay string
 	// Before is an earlier reading, from which the rate is measured. Default: no rate.
 	Before []pipeline.Progress

@@ -261,6 +261,7 @@ func (k *Kafka) first(ctx context.Context, place topicscan.Place, level kgo.Isol
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{place.Topic: {place.Partition: kgo.NewOffset().At(place.Offset)}}),
 		kgo.FetchIsolationLevel(level),
 		kgo.KeepControlRecords(),
+		kgo.MaxDecompressBatchBytes(topicscan.InflateMax),
 	)...)
 	if err != nil {
 		return nil, err

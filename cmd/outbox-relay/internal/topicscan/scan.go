@@ -115,7 +115,7 @@ func Scan(ctx context.Context, options []kgo.Opt, extents map[string]Extent, eac
 	if left == 0 {
 		return nil
 	}
-	client, err := kgo.NewClient(append(append([]kgo.Opt{kgo.MaxDecompressBatchBytes(inflateMax)}, options...),
+	client, err := kgo.NewClient(append(append([]kgo.Opt{kgo.MaxDecompressBatchBytes(InflateMax)}, options...),
 		kgo.ConsumePartitions(from),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
 		// With control records every offset below the end is seen, and the loop below detects the
@@ -152,8 +152,8 @@ func Scan(ctx context.Context, options []kgo.Opt, extents map[string]Extent, eac
 	return nil
 }
 
-// inflateMax bounds what a compressed batch may inflate to: its writer may be hostile.
-const inflateMax = 128 << 20
+// InflateMax bounds what a compressed batch may inflate to: its writer may be hostile.
+const InflateMax = 128 << 20
 
 func poll(ctx context.Context, client *kgo.Client) (kgo.Fetches, error) {
 	limited, cancel := context.WithTimeout(ctx, idleMax)

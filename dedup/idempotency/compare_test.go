@@ -52,29 +52,22 @@ func TestCompareFindsWhatDiffers(t *testing.T) {
 	}})
 	flow := newFlow(t, o, idempotency.FlowConfig[payment]{Ledgers: map[string]idempotency.Ledger{"charge": l}, Every: 10 * time.Millisecond, CompareEvery: time.Second},
 		[]idempotency.Phase[payment]{calls(true, func(*step) error { return failure }), ends("ship")})
-	do := func(value string, err error) {
-		failure = err
-		_, err = flow.Do(t.Context(), key(value), nil)
-		require.Equal(t, failure == nil, err == nil, err)
-	}
 	for _, value := range []string{"both", "here", "late", "old", "fresh"} {
-		do(value, nil)
+		do(t, flow, value, nil)
 	}
+	failure = errAway
 	for _, value := range []string{"doubt", "nowhere"} {
-		do(value, errAway)
+		do(t, flow, value, idempotency.ErrIndeterminate)
 	}
 	failure = idempotency.NotDone(errAway)
-	_, err := flow.Do(t.Context(), key("under way"), nil)
-	require.ErrorIs(t, err, errAway)
+	do(t, flow, "under way", errAway)
 	passes(t, pool, time.Hour)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET finished_at = finished_at - interval '1 hour';
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = finished_at - interval '1 hour';
 		UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 hour' WHERE key = 'old'`)
-	require.NoError(t, err)
 	stranger := uuid.New()
 	l.acted = []uuid.UUID{child("both"), child("both"), child("doubt"), child("under way"), stranger}
 	l.during = func() { // its call is made after the list was
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET finished_at = clock_timestamp() WHERE key IN ('late', 'fresh')`)
-		require.NoError(t, err)
+		execute(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = clock_timestamp() WHERE key IN ('late', 'fresh')`)
 	}
 	found, err := flow.Compare(t.Context(), "charge", l)
 	require.NoError(t, err)

@@ -234,27 +234,20 @@ func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 			}}
 			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), cfg, paymentPhases(b.URL, true))
 			for range 3 {
-				_, err := flow.Do(t.Context(), key("k"), nil)
-				require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+				do(t, flow, "k", idempotency.ErrIndeterminate)
 			}
 			made, _ := b.counts()
 			require.Equal(t, asked, made)
 			passes(t, pool, time.Minute)
-			decided, err := flow.Reconcile(t.Context())
-			require.NoError(t, err)
-			require.Equal(t, 1, decided)
-			response, err := flow.Do(t.Context(), key("k"), nil)
-			require.NoError(t, err)
-			require.False(t, response.Replayed)
+			reconciles(t, flow, 1)
+			require.False(t, do(t, flow, "k", nil).Replayed)
 			made, _ = b.counts()
 			if happened {
 				require.Equal(t, asked, made)
 			} else {
 				require.Equal(t, asked+1, made)
 			}
-			decided, err = flow.Reconcile(t.Context())
-			require.NoError(t, err)
-			require.Zero(t, decided)
+			reconciles(t, flow, 0)
 		})
 	}
 }

@@ -55,6 +55,19 @@ func effect(ctx context.Context, tx pgx.Tx, name string) error {
 	return err
 }
 
+func execute(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+// scan is the one value that a query has.
+func scan[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (value T) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&value))
+	return value
+}
+
 func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
 	t.Helper()
 	return pgtest.Count(t, pool, sql, args...)
@@ -87,13 +100,20 @@ func insertOnce(name string) func(context.Context, pgx.Tx) (idempotency.Response
 	}
 }
 
+// insert makes a request with one effect, which bears the key's name.
+func insert(t *testing.T, o *idempotency.Operation, value string) idempotency.Response {
+	t.Helper()
+	response, err := o.Once(t.Context(), key(value), insertOnce(value))
+	require.NoError(t, err)
+	return response
+}
+
 // Property: a serialization failure is tried again at once, a bounded number of times. Row H20 of
 // guarantees.md.
 func TestConflictsAreTriedAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE hot (n int); INSERT INTO hot VALUES (0)`)
-	require.NoError(t, err)
+	execute(t, pool, `CREATE TABLE hot (n int); INSERT INTO hot VALUES (0)`)
 	o := newOperation(t, pool, idempotency.Config{Isolation: pgx.Serializable})
 	var group sync.WaitGroup
 	for i := range 8 {
@@ -109,7 +129,7 @@ func TestConflictsAreTriedAgain(t *testing.T) {
 	require.Equal(t, 8, count(t, pool, `SELECT n FROM hot`))
 
 	runs := 0
-	_, err = o.Once(t.Context(), key("never"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
+	_, err := o.Once(t.Context(), key("never"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		runs++
 		return idempotency.Response{}, &pgconn.PgError{Code: "40P01"}
 	})
@@ -244,8 +264,7 @@ func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 func TestFailuresThatBecomeFinal(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
-	require.NoError(t, err)
+	execute(t, pool, `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
 	for name, fail := range map[string]func(ctx context.Context, tx pgx.Tx) error{
 		"at once": func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
 		"at COMMIT": func(ctx context.Context, tx pgx.Tx) error {
@@ -265,8 +284,7 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 	require.Zero(t, effects(t, pool, "x"))
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Strict: true}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error { return errAway }), ends("ship")})
 	for _, replayed := range []bool{false, true} {
-		response, err := flow.Do(t.Context(), key("flow"), nil)
-		require.NoError(t, err)
+		response := do(t, flow, "flow", nil)
 		require.Equal(t, idempotency.Response{Status: 500, Replayed: replayed}, response)
 	}
 }

@@ -94,8 +94,7 @@ func TestChangedResponsesAreNotReplayed(t *testing.T) {
 	} {
 		_, err := payWith(t, pool, cfg, forge, []byte("body"))
 		require.NoError(t, err)
-		_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET `+forge+` WHERE key = $1`, forge)
-		require.NoError(t, err)
+		execute(t, pool, `UPDATE effectonce.idempotency_keys SET `+forge+` WHERE key = $1`, forge)
 		response, err := payWith(t, pool, cfg, forge, []byte("body"))
 		if readable {
 			require.NoError(t, err)
@@ -221,15 +220,13 @@ func TestDocumentedRotation(t *testing.T) {
 
 	ledger, err := idempotency.New(pool, idempotency.Config{Operation: "ledger", Forever: true, Seal: both})
 	require.NoError(t, err)
-	_, err = ledger.Once(t.Context(), key("for ever"), insertOnce("for ever"))
-	require.NoError(t, err)
+	insert(t, ledger, "for ever")
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Seal: both}), idempotency.FlowConfig[payment]{StoreRequest: true}, []idempotency.Phase[payment]{calls(false, func(*step) error { return errAway }), ends("ship")})
 	_, err = flow.Do(t.Context(), key("unfinished"), []byte(canary))
 	require.ErrorIs(t, err, errAway)
 	require.Equal(t, map[string][3]int{"old": {5, 1, 1}, "new": {2, 0, 0}}, documentedRest(t, pool))
 	require.NotContains(t, dump(t, pool), canary)
-	_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys WHERE key NOT IN ('3', '4')`)
-	require.NoError(t, err)
+	execute(t, pool, `DELETE FROM effectonce.idempotency_keys WHERE key NOT IN ('3', '4')`)
 	require.Equal(t, map[string][3]int{"new": {2, 0, 0}}, documentedRest(t, pool))
 }
 

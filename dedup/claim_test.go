@@ -36,8 +36,7 @@ func TestFirstOccurrenceInABatchWins(t *testing.T) {
 func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	_, err := pool.Exec(t.Context(), "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
-	require.NoError(t, err)
+	exec(t, pool, "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
 	refused := errors.New("refused")
 
 	for _, tc := range []struct {
@@ -51,8 +50,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 		{"the effect fails", -1, func(*testing.T, pgx.Tx) error { return nil }, false},
 		{"the connection dies", 1, func(t *testing.T, tx pgx.Tx) error {
 			t.Helper()
-			_, err := pool.Exec(t.Context(), "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
-			require.NoError(t, err)
+			exec(t, pool, "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
 			return nil
 		}, false},
 	} {
@@ -60,19 +58,15 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 			t.Parallel()
 			id := newIDs(t, 1)[0]
 			err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-				fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
-				require.NoError(t, err)
-				require.True(t, fresh)
-				if _, err = tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
+				require.True(t, claim(t, claims, tx, dedup.Numbered(1), id))
+				if _, err := tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
 					return err
 				}
 				return tc.end(t, tx)
 			})
 			assert.Equal(t, tc.committed, err == nil, err)
 
-			var effects int
-			require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects WHERE id = $1", id).Scan(&effects))
-			assert.Equal(t, tc.committed, effects == 1)
+			assert.Equal(t, tc.committed, pgtest.Count(t, pool, "SELECT count(*) FROM effects WHERE id = $1", id) == 1)
 			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, dedup.Numbered(1), id), "the message is redelivered")
 		})
 	}
@@ -83,8 +77,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 func TestEveryIDHasItsPartition(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	var now time.Time
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT now()").Scan(&now))
+	now := scan[time.Time](t, pool, "SELECT now()")
 	midnight := now.UTC().Truncate(24 * time.Hour)
 	at := func(at time.Time) uuid.UUID { return dedup.PublishID("a", newIDs(t, 1)[0], "", at) }
 	day := func(at time.Time) string { return "processed_messages_" + at.Format("20060102") }
@@ -113,14 +106,9 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 	for i, tc := range cases {
 		ids[i] = tc.id
 	}
-	for _, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
-		assert.True(t, fresh)
-	}
+	assert.NotContains(t, claimAlone(t, pool, claims, dedup.Numbered(1), ids...), false)
 	for i, tc := range cases {
-		var partition string
-		err := pool.QueryRow(t.Context(),
-			"SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id).Scan(&partition)
-		require.NoError(t, err, tc.name)
+		partition := scan[string](t, pool, "SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id)
 		assert.Equal(t, "effectonce."+tc.partition, partition, tc.name)
 		assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids[i]), tc.name)
 	}
@@ -155,13 +143,7 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	pool := newPool(t, address, 3)
 	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
 	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
-	holder, holderPID := begin(t, pool, pgx.TxOptions{})
-	contested := newIDs(t, 1)[0]
-	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), contested, 0)
-	require.NoError(t, err)
-	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
-	answers := claimInBackground(t, claims, waiter, contested)
-	waitUntilBlocked(t, pool, waiterPID, holderPID)
+	holder, waiter, answers := contested(t, pool, claims, pgx.TxOptions{}, newIDs(t, 1)[0])
 	require.NoError(t, holder.Commit(t.Context()))
 	require.Equal(t, answer{}, <-answers)
 	require.NoError(t, waiter.Commit(t.Context()))
@@ -170,17 +152,9 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	observer := newPool(t, address, 1)
 	const changed = ` FROM pg_stat_user_tables WHERE schemaname = 'effectonce' AND relname LIKE 'processed_messages%'`
 	waitUntil(t, observer, `SELECT sum(n_tup_ins) >= $1`+changed, len(ids)+1)
-	var inserted, updated, deleted, dead int
-	err = observer.QueryRow(t.Context(), `SELECT sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)`+changed).
-		Scan(&inserted, &updated, &deleted, &dead)
-	require.NoError(t, err)
-	assert.Equal(t, len(ids)+1, inserted)
-	assert.Zero(t, updated)
-	assert.Zero(t, deleted)
-	assert.Zero(t, dead)
-	var locked int
-	require.NoError(t, observer.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0").Scan(&locked))
-	assert.Zero(t, locked)
+	done := scan[[]int](t, observer, `SELECT array[sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)]::int[]`+changed)
+	assert.Equal(t, []int{len(ids) + 1, 0, 0, 0}, done, "rows inserted, updated, deleted, dead")
+	assert.Zero(t, pgtest.Count(t, observer, "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0"))
 }
 
 // An error that a new transaction cannot resolve is not ErrRetry, and names the operation that
@@ -188,10 +162,9 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	_, err := pool.Exec(t.Context(), "ALTER TABLE effectonce.processed_messages RENAME TO gone")
-	require.NoError(t, err)
+	exec(t, pool, "ALTER TABLE effectonce.processed_messages RENAME TO gone")
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0], 0)
+	_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0], 0)
 	require.ErrorContains(t, err, "claim messages: ")
 	require.ErrorContains(t, err, "processed_messages")
 	require.NotErrorIs(t, err, dedup.ErrRetry)
@@ -207,7 +180,7 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 			t.Run(fmt.Sprint(name, ", copied ", copied), func(t *testing.T) {
 				t.Parallel()
 				a, b := uuid.New(), uuid.New()
-				claim := func(copied bool, ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
+				claimed := func(copied bool, ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
 					msgs := messages(ids)
 					for i, content := range contents {
 						msgs[i].Fingerprint = dedup.Fingerprint(nil, []byte(content))
@@ -225,13 +198,13 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 					}
 					require.NoError(t, err)
 					require.NoError(t, claims.Compare(t.Context(), conn, consumer, result))
-					requireExec(t, conn, "COMMIT")
+					exec(t, conn, "COMMIT")
 					return result.Fresh(), result.Conflicts()
 				}
-				fresh, conflicts := claim(copied, []uuid.UUID{b, a, a, a}, "b", "first", "first", "other")
+				fresh, conflicts := claimed(copied, []uuid.UUID{b, a, a, a}, "b", "first", "first", "other")
 				require.Equal(t, []bool{true, true, false, false}, fresh)
 				require.Equal(t, []bool{false, false, false, true}, conflicts)
-				fresh, conflicts = claim(false, []uuid.UUID{a, b, uuid.New(), a}, "other", "b", "other", "first")
+				fresh, conflicts = claimed(false, []uuid.UUID{a, b, uuid.New(), a}, "other", "b", "other", "first")
 				require.Equal(t, []bool{false, false, true, false}, fresh)
 				require.Equal(t, []bool{true, false, false, false}, conflicts)
 
@@ -241,9 +214,7 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 				require.False(t, once)
 				_, err = claims.Claim(t.Context(), tx, consumer, a, dedup.Fingerprint(nil, []byte("other")))
 				require.ErrorIs(t, err, dedup.ErrConflict)
-				once, err = claims.Claim(t.Context(), tx, consumer, uuid.New(), 0)
-				require.NoError(t, err, "the transaction can be used")
-				require.True(t, once)
+				require.True(t, claim(t, claims, tx, consumer, uuid.New()), "the transaction can be used")
 			})
 		}
 	}

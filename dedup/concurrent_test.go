@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -42,14 +41,9 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	_, err := claims.ClaimBatch(t.Context(), holder, dedup.Numbered(1), messages(ids[:2]))
 	require.NoError(t, err)
 
-	_, err = other.Exec(t.Context(), "SET LOCAL lock_timeout = '5s'")
-	require.NoError(t, err)
-	fresh, err := claims.Claim(t.Context(), other, dedup.Numbered(1), ids[2], 0)
-	require.NoError(t, err)
-	assert.True(t, fresh, "another ID does not wait")
-	fresh, err = claims.Claim(t.Context(), other, dedup.Numbered(2), ids[0], 0)
-	require.NoError(t, err)
-	assert.True(t, fresh, "another consumer does not wait")
+	exec(t, other, "SET LOCAL lock_timeout = '5s'")
+	assert.True(t, claim(t, claims, other, dedup.Numbered(1), ids[2]), "another ID does not wait")
+	assert.True(t, claim(t, claims, other, dedup.Numbered(2), ids[0]), "another consumer does not wait")
 
 	answers := claimInBackground(t, claims, waiter, ids[1])
 	waitUntilBlocked(t, pool, waiterPID, holderPID)
@@ -80,53 +74,30 @@ func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 			// A claim that was committed before the snapshot is an ordinary duplicate.
 			claimAlone(t, pool, claims, dedup.Numbered(1), ids[0])
 			tx, _ := begin(t, pool, opts)
-			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[0], 0)
-			require.NoError(t, err)
-			assert.False(t, fresh)
+			assert.False(t, claim(t, claims, tx, dedup.Numbered(1), ids[0]))
 
 			// A claim that was committed after it is not.
 			claimAlone(t, pool, claims, dedup.Numbered(1), ids[1])
-			_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1], 0)
+			_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1], 0)
 			requireRetry(t, err, "40001")
 			require.NoError(t, tx.Rollback(t.Context()))
-			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[1]))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, dedup.Numbered(1), ids[1]))
 
 			// Nor is a claim that was open when this one conflicted with it, and then committed.
-			holder, holderPID := begin(t, pool, opts)
-			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[2], 0)
-			require.NoError(t, err)
-			tx, pid := begin(t, pool, opts)
-			answers := claimInBackground(t, claims, tx, ids[2])
-			waitUntilBlocked(t, pool, pid, holderPID)
+			holder, tx, answers := contested(t, pool, claims, opts, ids[2])
 			require.NoError(t, holder.Commit(t.Context()))
 			requireRetry(t, (<-answers).err, "40001")
 			require.NoError(t, tx.Rollback(t.Context()))
-			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[2]))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, dedup.Numbered(1), ids[2]))
 
 			// After a rollback there is nothing to conflict with.
-			holder, holderPID = begin(t, pool, opts)
-			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[3], 0)
-			require.NoError(t, err)
-			tx, pid = begin(t, pool, opts)
-			answers = claimInBackground(t, claims, tx, ids[3])
-			waitUntilBlocked(t, pool, pid, holderPID)
+			holder, tx, answers = contested(t, pool, claims, opts, ids[3])
 			require.NoError(t, holder.Rollback(t.Context()))
 			assert.Equal(t, answer{fresh: true}, <-answers)
 			require.NoError(t, tx.Commit(t.Context()))
-			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[3]))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, dedup.Numbered(1), ids[3]))
 		})
 	}
-}
-
-func claimIn(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions, claims *dedup.Claims, id uuid.UUID) []bool {
-	t.Helper()
-	var fresh []bool
-	err := pgx.BeginTxFunc(t.Context(), pool, opts, func(tx pgx.Tx) (err error) {
-		fresh, err = freshOf(claims.ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages([]uuid.UUID{id})))
-		return err
-	})
-	require.NoError(t, err)
-	return fresh
 }
 
 func requireRetry(t *testing.T, err error, code string) {
@@ -143,13 +114,11 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	id := newIDs(t, 1)[0]
 	holder, _ := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), id, 0)
-	require.NoError(t, err)
+	claim(t, claims, holder, dedup.Numbered(1), id)
 
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err = tx.Exec(t.Context(), "SET LOCAL lock_timeout = '1ms'")
-	require.NoError(t, err)
-	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
+	exec(t, tx, "SET LOCAL lock_timeout = '1ms'")
+	_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
 	requireRetry(t, err, "55P03")
 	require.NoError(t, holder.Rollback(t.Context()))
 	require.NoError(t, tx.Rollback(t.Context()))
@@ -171,8 +140,7 @@ func beforeSQL(text string, call func()) pgtest.Statements {
 func TestClaimBeforeTheLockKeepsItsDay(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g", Window: time.Minute})
-	require.NoError(t, err)
+	consumer := registered(t, pool, claims, dedup.Registration{Name: "c", Group: "g", Window: time.Minute})
 	late := idAt(time.Now().AddDate(0, 0, -3))
 	config := pool.Config()
 	config.ConnConfig.Tracer = beforeSQL("LOCK TABLE ONLY", func() {
@@ -180,10 +148,9 @@ func TestClaimBeforeTheLockKeepsItsDay(t *testing.T) {
 	})
 	traced := pgtest.PoolOf(t, config)
 	day := "processed_messages_" + time.Now().UTC().AddDate(0, 0, -3).Format("20060102")
-	require.Zero(t, number(t, pool, partitionOfSQL, late, "past"))
+	require.Zero(t, pgtest.Count(t, pool, partitionOfSQL, late, "past"))
 
-	report, err := claims.Maintain(t.Context(), traced, dedup.MaintainOptions{Owner: "test"})
-	require.NoError(t, err)
+	report := maintain(t, traced, claims)
 	require.NotEmpty(t, report.Dropped, "older days are dropped")
 	require.NotContains(t, report.Dropped, day)
 	require.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, late), "the claim is there")

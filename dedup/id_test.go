@@ -386,22 +386,17 @@ func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	}
 	register := func(name, wanted string) string {
 		t.Helper()
-		consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: "g", IDRule: rule(wanted)})
-		require.NoError(t, err)
-		var stored string
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT id_rule FROM effectonce.consumers WHERE name = $1`, name).Scan(&stored))
+		consumer := registered(t, pool, claims, dedup.Registration{Name: name, Group: "g", IDRule: rule(wanted)})
+		stored := scan[string](t, pool, `SELECT id_rule FROM effectonce.consumers WHERE name = $1`, name)
 		require.Equal(t, stored, consumer.IDRule().String())
 		return stored
 	}
 	assert.Equal(t, "standard+debezium", register("new", "standard+debezium"))
 	assert.Equal(t, "standard+debezium", register("new", "headers:a"))
-	var unset dedup.Consumer
-	unset, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "unset", Group: "g"})
-	require.NoError(t, err)
+	unset := registered(t, pool, claims, dedup.Registration{Name: "unset", Group: "g"})
 	assert.Equal(t, "standard", unset.IDRule().String())
 
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.consumers SET id_rule = 'of 2030' WHERE name = 'unset'`)
-	require.NoError(t, err)
-	_, err = claims.Register(t.Context(), pool, dedup.Registration{Name: "unset", Group: "g"})
+	exec(t, pool, `UPDATE effectonce.consumers SET id_rule = 'of 2030' WHERE name = 'unset'`)
+	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "unset", Group: "g"})
 	require.ErrorIs(t, err, dedup.ErrIDRule)
 }

@@ -249,46 +249,6 @@ func TestAnotherRequestUnderTheKey(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// posted sends a request in a goroutine of its own.
-func (s *server) posted(t *testing.T, key, body string) <-chan answer {
-	t.Helper()
-	answers := make(chan answer, 1)
-	go func() {
-		a, _ := s.ask(t.Context(), http.MethodPost, "/orders", key, body)
-		answers <- a
-	}()
-	return answers
-}
-
-// Property: a request whose key is being worked on gets 409 with Retry-After; keys that a person
-// has to decide about get 409 without. Rows H1, H7 of guarantees.md.
-func TestUnfinishedKeys(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	begun, release := make(chan struct{}), make(chan struct{})
-	s := serve(t, newMiddleware(t, pool, operation(idempotency.Config{WaitMax: 10 * time.Millisecond})).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		close(begun)
-		testwait.Chan(t, "the work ends", release)
-		insert(201).ServeHTTP(w, r)
-	})))
-	first := s.posted(t, "k", "a")
-	testwait.Chan(t, "the work begins", begun)
-	a := s.post(t, "k", "a")
-	requireProblem(t, a, 409, serving.KeyInProgress)
-	require.Equal(t, "1", a.header.Get("Retry-After"))
-	close(release)
-	require.Equal(t, 201, testwait.Chan(t, "the first answer", first).status)
-	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyUndecided} {
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1`, state)
-		require.NoError(t, err)
-		a := s.post(t, "k", "a")
-		requireProblem(t, a, 409, kind)
-		require.Empty(t, a.header.Get("Retry-After"))
-	}
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'finished'`) // for the checks of the schema
-	require.NoError(t, err)
-}
-
 // Property: a client that goes away does not stop the work: it is committed, and the next request
 // is answered with it. Row H19 of guarantees.md.
 func TestWorkOutlivesItsClient(t *testing.T) {

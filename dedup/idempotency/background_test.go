@@ -302,6 +302,16 @@ func TestWrongSettings(t *testing.T) {
 		_, err := idempotency.NewFlow(newOperation(t, pool, c.op), c.cfg, c.phase)
 		require.ErrorContains(t, err, want)
 	}
+	_, err = idempotency.NewFlow(newOperation(t, pool, idempotency.Config{}), flow{
+		Ledgers: map[string]idempotency.Ledger{"ship": &ledger{}, "charge": nil, "other": &ledger{}},
+	}, calls(true, func(*step) error { return nil }), ends("ship"))
+	for _, ledger := range []string{`Ledgers "ship"`, `Ledgers "other"`, `Ledgers "charge"`} { // the first makes no call
+		require.ErrorContains(t, err, ledger)
+	}
+	op := newOperation(t, pool, idempotency.Config{})
+	newFlow(t, op, flow{}, []idempotency.Phase[payment]{ends("ship")})
+	_, err = idempotency.NewFlow(op, flow{}, ends("ship"))
+	require.ErrorContains(t, err, `operation "order" has a flow already`)
 	require.Panics(t, func() { key("k").ChildID("charge") })
 	whole := newOperation(t, pool, idempotency.Config{}).Key("tenant", "k", idempotency.Fingerprint{})
 	require.Equal(t, idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge"), whole.ChildID("charge"))

@@ -100,14 +100,3 @@ func TestCompareFindsWhatDiffers(t *testing.T) {
 	require.Contains(t, said.String(), child("here").String())
 	require.Equal(t, 100, strings.Count(said.String(), "kind=acted_for_no_key")/(1+len(compared)))
 }
-
-// Property: a ledger of a phase that makes no call is refused.
-func TestLedgersNeedACall(t *testing.T) {
-	t.Parallel()
-	_, err := idempotency.NewFlow(newOperation(t, newPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{
-		Ledgers: map[string]idempotency.Ledger{"ship": &ledger{}, "charge": nil, "other": &ledger{}},
-	}, calls(true, func(*step) error { return nil }), ends("ship"))
-	for _, want := range []string{`Ledgers "ship"`, `Ledgers "other"`, `Ledgers "charge"`} {
-		require.ErrorContains(t, err, want)
-	}
-}

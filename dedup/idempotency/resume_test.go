@@ -369,12 +369,3 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	reconciles(t, newer, 1)
 	require.Equal(t, []string{"ship"}, asked)
 }
-
-// Property: an operation has one flow in a program.
-func TestOperationHasOneFlow(t *testing.T) {
-	t.Parallel()
-	op := newOperation(t, pgtest.NoPool(t), idempotency.Config{})
-	newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
-	_, err := idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("ship"))
-	require.ErrorContains(t, err, `operation "order" has a flow already`)
-}

@@ -8,14 +8,19 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -145,4 +150,81 @@ func reconciles(t *testing.T, flow *idempotency.Flow[payment], want int) {
 	decided, err := flow.Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Equal(t, want, decided)
+}
+
+// requirePaidOnce retries with the same key, as a client does, and checks everything that may exist
+// once.
+func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
+	t.Helper()
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	for range 2 {
+		response, err := flow.Do(t.Context(), key("k"), []byte("100"))
+		require.NoError(t, err)
+		require.Equal(t, 201, response.Status)
+		require.Regexp(t, `^order \d+, charge-1$`, string(response.Body))
+	}
+	_, charges := b.counts()
+	require.Equal(t, 1, charges)
+	for _, phase := range []string{"reserve", "charge", "book"} {
+		require.Equal(t, 1, effects(t, pool, phase+" k"), phase)
+	}
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND phases = '{reserve,charge,book}'`))
+}
+
+// dies makes the request "k" to a worker that ends at a point: its lock stays, as that of a process that
+// is killed does.
+func dies(t *testing.T, flow *idempotency.Flow[payment], at string) {
+	t.Helper()
+	died := make(chan struct{})
+	go func() {
+		defer close(died)
+		_, _ = flow.Do(crashpoint.With(t.Context(), func(point string) {
+			if point == at {
+				runtime.Goexit()
+			}
+		}), key("k"), []byte("100"))
+	}()
+	testwait.Chan(t, "the worker dies", died)
+}
+
+// Property: where the foreign system does not deduplicate, a call that a worker may have made when
+// it died is never made again by itself: the key becomes indeterminate, until a person or the
+// reconciler decides.
+func TestCallThatMustNotBeMadeTwice(t *testing.T) {
+	t.Parallel()
+	for at, asked := range map[string]int{crashpoint.KeyCalling: 0, crashpoint.KeyCalled: 1} {
+		happened := asked == 1
+		t.Run(at, func(t *testing.T) {
+			t.Parallel()
+			pool, b := newPool(t), newBank(t)
+			dies(t, newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Second}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, true)), at)
+			require.Equal(t, "running", stateOf(t, pool, "k"))
+			cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+				assert.Equal(t, "charge", u.Phase)
+				assert.Equal(t, "k", u.Key.Value)
+				assert.Positive(t, u.State.Order)
+				if happened {
+					return u.Continue(u.State), nil
+				}
+				return idempotency.DidNotHappen(), nil
+			}}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), cfg, paymentPhases(b.URL, true))
+			for range 3 {
+				do(t, flow, "k", idempotency.ErrIndeterminate)
+			}
+			made, _ := b.counts()
+			require.Equal(t, asked, made)
+			passes(t, pool, time.Minute)
+			reconciles(t, flow, 1)
+			require.False(t, do(t, flow, "k", nil).Replayed)
+			made, _ = b.counts()
+			if happened {
+				require.Equal(t, asked, made)
+			} else {
+				require.Equal(t, asked+1, made)
+			}
+			reconciles(t, flow, 0)
+		})
+	}
 }

@@ -25,6 +25,11 @@ import (
 	"github.com/effectonce/effectonce/internal/testwait"
 )
 
+func TestMain(m *testing.M) {
+	pgtest.SideBySide()
+	pgtest.Main(m)
+}
+
 // newPool is a database with a table for effects.
 func newPool(t *testing.T) *pgxpool.Pool {
 	t.Helper()

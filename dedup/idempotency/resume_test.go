@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -18,7 +17,6 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // errSilent is a foreign system that may have acted.
@@ -167,19 +165,14 @@ func TestOnlyTheDatabasesClockCounts(t *testing.T) {
 			op := newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond})
 			var fails error
 			f := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Minute}, []idempotency.Phase[payment]{calls(false, func(*step) error { return fails }), ends("ship")})
-			died := make(chan struct{})
-			go func() {
-				defer close(died)
-				_, _ = f.Do(crashpoint.With(t.Context(), func(string) { runtime.Goexit() }), key("a"), nil)
-			}()
-			testwait.Chan(t, "the worker dies", died)
-			_, err := f.Do(t.Context(), key("a"), nil)
+			dies(t, f, crashpoint.KeyClaimed)
+			_, err := f.Do(t.Context(), key("k"), nil)
 			var busy *idempotency.InProgressError
 			require.ErrorAs(t, err, &busy)
 			require.Greater(t, busy.RetryAfter, 15*time.Second)
 			require.LessOrEqual(t, busy.RetryAfter, 30*time.Second)
 			pass(31 * time.Second)
-			do(t, f, "a", nil)
+			do(t, f, "k", nil)
 
 			forgets := func(after time.Duration, keys int64) {
 				pass(after)

@@ -209,6 +209,13 @@ func mark(t *testing.T, pool *pgxpool.Pool, consumer dedup.Consumer) (at time.Ti
 	return at.UTC()
 }
 
+func requireMarks(t *testing.T, pool *pgxpool.Pool, want map[dedup.Consumer]time.Time) {
+	t.Helper()
+	for consumer, at := range want {
+		require.Equal(t, at, mark(t, pool, consumer), consumer.ID())
+	}
+}
+
 // unquiet prevents a lock on the whole table, as any open transaction that claims does, until the
 // test or the transaction ends.
 func unquiet(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
@@ -255,10 +262,7 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	unquiet(t, pool)
 
 	require.Equal(t, []string{dayName(6), dayName(4)}, maintain(t, pool, claims).Truncated)
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(6), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, idle))
-	require.Zero(t, mark(t, pool, ledger))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), b: endOf(6), idle: {}, ledger: {}})
 	require.Equal(t, 2, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.processed_forever`))
 	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.processed_messages`), "what the longer window needs")
 	require.Empty(t, maintain(t, pool, claims).Truncated)
@@ -275,9 +279,7 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.ErrorIs(t, err, dedup.ErrForgotten, "it may have been claimed before")
 	require.NoError(t, forgotten.Rollback(t.Context()))
 	require.Equal(t, []string{dayName(6), dayName(4)}, maintain(t, pool, claims).Truncated)
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(6), mark(t, pool, idle))
-	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), idle: endOf(6), register(t, pool, claims, "new", time.Hour): {}})
 }
 
 // Property: no claim comes between the end of a day's claims and the mark: one of a forgotten message
@@ -342,9 +344,7 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 			break
 		} // otherwise the lock timed out, before or after it was seen, which may happen on a busy machine
 	}
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(4), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, idle))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), b: endOf(4), idle: {}})
 }
 
 // Property: if reading the consumers with claims in a day takes too long under its lock, the marks
@@ -363,15 +363,12 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	fill(6)
 	claims.SetLookMax(testwait.Bound) // on any machine
 	maintain(t, pool, claims)
-	require.Equal(t, endOf(6), mark(t, pool, a))
-	require.Zero(t, mark(t, pool, b), "there is time enough")
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(6), b: {}}) // there is time enough
 
 	fill(4)
 	claims.SetLookMax(time.Millisecond)
 	require.Equal(t, []string{dayName(4)}, maintain(t, pool, claims).Truncated)
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(4), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, ledger))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), b: endOf(4), ledger: {}})
 }
 
 // Property: sweeping moves the mark of each consumer past every claim that it deleted, with a

@@ -44,17 +44,6 @@ func newOperation(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config) *ide
 	return o
 }
 
-// bothModes tests without and with something, each with a name.
-func bothModes(t *testing.T, name string, test func(t *testing.T, with bool)) {
-	t.Helper()
-	for _, with := range []bool{false, true} {
-		t.Run(fmt.Sprintf("%s=%v", name, with), func(t *testing.T) {
-			t.Parallel()
-			test(t, with)
-		})
-	}
-}
-
 func effect(ctx context.Context, tx pgx.Tx, name string) error {
 	_, err := tx.Exec(ctx, `INSERT INTO effects (name) VALUES ($1)`, name)
 	return err

@@ -81,26 +81,6 @@ func TestFailureBehindASuccessRollsBack(t *testing.T) {
 	}
 }
 
-// Property: a key that a client sends counts, whatever the method: the same request is replayed,
-// another one refused, and one with two keys, too. Row H6 of guarantees.md.
-func TestSuppliedKeyCounts(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusOK)))
-	for n, method := range []string{http.MethodPut, http.MethodPatch, http.MethodDelete} {
-		ask := func(body string, header ...string) answer {
-			a, err := s.ask(t.Context(), method, "/orders/7", method, body, header...)
-			require.NoError(t, err)
-			return a
-		}
-		require.Equal(t, "made a", ask("a").body)
-		require.True(t, ask("a").replayed())
-		requireProblem(t, ask("b"), 422, serving.KeyReused)
-		requireProblem(t, ask("b", "Idempotency-Key", "j"), 400, serving.KeyMalformed)
-		require.Equal(t, n+1, effects(t, pool))
-	}
-}
-
 // shipped is a flow of one phase, which finishes it.
 func shipped(t *testing.T, m *httpkey.Middleware, cfg idempotency.FlowConfig[charge]) *idempotency.Flow[charge] {
 	t.Helper()

@@ -222,31 +222,35 @@ func TestRevokedCallerGetsNoReplay(t *testing.T) {
 	requireProblem(t, s.post(t, "k", "a"), 401, serving.Unauthenticated)
 }
 
-// Property: another request under a key is 422, also while the stored one stays as it is. Row H6 of
-// guarantees.md.
+// Property: a key that a client sends counts, whatever the method: the same request is replayed, another
+// one refused, also while the stored one stays as it is, and one with two keys, too. Row H6 of guarantees.md.
 func TestAnotherRequestUnderTheKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	h := newMiddleware(t, pool, operation(idempotency.Config{})).Handler(insert(201))
+	h := newMiddleware(t, pool, operation(idempotency.Config{})).Handler(insert(200))
 	mux := http.NewServeMux()
 	mux.Handle("/orders", h)
 	mux.Handle("/v2/", http.StripPrefix("/v2", h))
 	s := serve(t, mux)
-	require.Equal(t, 201, s.post(t, "k", "a").status)
-	for _, c := range []struct{ method, path, body, media string }{
-		{"POST", "/orders", "b", ""}, {"PATCH", "/orders", "a", ""}, {"POST", "/orders?x=1", "a", ""}, {"POST", "/v2/orders", "a", ""}, {"POST", "/orders", "a", "text/csv"},
-	} {
-		var header []string
-		if c.media != "" {
-			header = []string{"Content-Type", c.media}
+	for n, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {
+		ask := func(method, path, key, body string, header ...string) answer {
+			a, err := s.ask(t.Context(), method, path, key, body, header...)
+			require.NoError(t, err)
+			return a
 		}
-		a, err := s.ask(t.Context(), c.method, c.path, "k", c.body, header...)
-		require.NoError(t, err)
-		requireProblem(t, a, 422, serving.KeyReused)
+		key, other := "k-"+method, map[bool]string{true: http.MethodPut, false: http.MethodPost}[method == http.MethodPost]
+		require.Equal(t, "made a", ask(method, "/orders", key, "a").body)
+		for _, reused := range []answer{
+			ask(method, "/orders", key, "b"), ask(other, "/orders", key, "a"), ask(method, "/orders?x=1", key, "a"),
+			ask(method, "/v2/orders", key, "a"), ask(method, "/orders", key, "a", "Content-Type", "text/csv"),
+		} {
+			requireProblem(t, reused, 422, serving.KeyReused)
+		}
+		requireProblem(t, ask(method, "/orders", key, "a", "Idempotency-Key", "j"), 400, serving.KeyMalformed)
+		require.True(t, ask(method, "/orders", key, "a").replayed())
+		require.True(t, ask(method, "/orders", `"`+key+`"`, "a").replayed(), "the quoted form is the same key")
+		require.Equal(t, n+1, effects(t, pool))
 	}
-	require.True(t, s.post(t, "k", "a").replayed())
-	require.True(t, s.post(t, `"k"`, "a").replayed(), "the quoted form is the same key")
-	require.Equal(t, 1, effects(t, pool))
 }
 
 // Property: a client that goes away does not stop the work: it is committed, and the next request

@@ -65,16 +65,14 @@ func TestDeadBankLeavesKeysFree(t *testing.T) {
 	names := &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no name server") }}
 	for _, address := range []string{closed, "http://bank.invalid."} {
 		base := &http.Transport{DialContext: (&net.Dialer{Resolver: names}).DialContext}
-		transport, err := keyclient.NewTransport(base, keyclient.TransportConfig{})
-		require.NoError(t, err)
-		for how, client := range map[string]*http.Client{"Single": {Transport: keyclient.Single(base)}, "Transport": {Transport: transport}} {
+		for how, client := range map[string]*http.Client{"Single": {Transport: keyclient.Single(base)}, "Transport": clientOf(t, base, keyclient.TransportConfig{})} {
 			pay := func(client *http.Client, at string) error {
 				return inPhase(t, pool, address+how, func(ctx context.Context, key string) error {
 					return ask(ctx, t, client, http.MethodPost, at, key, "100")
 				})
 			}
 			for range 2 {
-				err = pay(client, address)
+				err := pay(client, address)
 				require.Error(t, err)
 				require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
 			}
@@ -134,20 +132,14 @@ func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 				t.Run(fmt.Sprintf("HTTP2 %v, %q, %s", overHTTP2, body, client), func(t *testing.T) {
 					t.Parallel()
 					b, base := newRawBank(t, overHTTP2)
-					var sender http.RoundTripper = base
-					switch client {
-					case "Single":
-						sender = keyclient.Single(base)
-					case "Transport":
-						transport, err := keyclient.NewTransport(base, quick(keyclient.TransportConfig{}))
-						require.NoError(t, err)
-						sender = transport
-					}
+					sender := map[string]*http.Client{
+						"plain": {Transport: base}, "Single": {Transport: keyclient.Single(base)}, "Transport": clientOf(t, base, quick(keyclient.TransportConfig{})),
+					}[client]
 					err := inPhase(t, pool, idempotency.NewKey(), func(ctx context.Context, key string) error {
 						if !overHTTP2 { // the next one is over a connection that was used
-							assert.NoError(t, ask(ctx, t, &http.Client{Transport: sender}, http.MethodGet, b.url, key, "")) //nolint:testifylint // not in the goroutine of the test
+							assert.NoError(t, ask(ctx, t, sender, http.MethodGet, b.url, key, "")) //nolint:testifylint // not in the goroutine of the test
 						}
-						return ask(ctx, t, &http.Client{Transport: sender}, http.MethodPost, b.url, key, body)
+						return ask(ctx, t, sender, http.MethodPost, b.url, key, body)
 					})
 					if client == "plain" {
 						require.NoError(t, err)
@@ -380,10 +372,8 @@ func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
 	}
 	for _, body := range []string{"x", ""} {
 		b, base := newRawBank(t, false)
-		transport, err := keyclient.NewTransport(base, unknown(keyclient.TransportConfig{}))
-		require.NoError(t, err)
-		client := &http.Client{Transport: transport}
-		_, _, err = do(t.Context(), t, client, http.MethodGet, b.url, "")
+		client := clientOf(t, base, unknown(keyclient.TransportConfig{}))
+		_, _, err := do(t.Context(), t, client, http.MethodGet, b.url, "")
 		require.NoError(t, err)
 		_, _, err = do(t.Context(), t, client, http.MethodPost, b.url, body)
 		var unanswered *keyclient.UnansweredError
@@ -411,9 +401,8 @@ func TestErrorOfAttemptsThatWereNotSent(t *testing.T) {
 			}
 			return (&net.Dialer{}).DialContext(ctx, network, address)
 		}}
-		transport, err := keyclient.NewTransport(keyclient.Single(base), quick(keyclient.TransportConfig{AttemptsMax: 3, Honours: []string{honours}}))
-		require.NoError(t, err)
-		_, _, err = do(t.Context(), t, &http.Client{Transport: transport}, http.MethodPost, s.URL, "x")
+		client := clientOf(t, keyclient.Single(base), quick(keyclient.TransportConfig{AttemptsMax: 3, Honours: []string{honours}}))
+		_, _, err := do(t.Context(), t, client, http.MethodPost, s.URL, "x")
 		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.Equal(t, want.attempts, unanswered.Attempts)

@@ -38,6 +38,11 @@ func newClient(t *testing.T, cfg keyclient.TransportConfig) *http.Client {
 	t.Helper()
 	base := &http.Transport{}
 	t.Cleanup(base.CloseIdleConnections)
+	return clientOf(t, base, cfg)
+}
+
+func clientOf(t *testing.T, base http.RoundTripper, cfg keyclient.TransportConfig) *http.Client {
+	t.Helper()
 	transport, err := keyclient.NewTransport(base, cfg)
 	require.NoError(t, err)
 	return &http.Client{Transport: transport}
@@ -307,14 +312,12 @@ func nothing() *log.Logger { return log.New(io.Discard, "", 0) }
 // network is a client's base in a bubble of synctest, where real connections would stop the clock.
 type network func(attempt int) (*http.Response, error)
 
-func (n network) transport(t *testing.T, attempts *[]time.Time, cfg keyclient.TransportConfig) *keyclient.Transport {
+func (n network) client(t *testing.T, attempts *[]time.Time, cfg keyclient.TransportConfig) *http.Client {
 	t.Helper()
-	transport, err := keyclient.NewTransport(roundTripper(func(*http.Request) (*http.Response, error) {
+	return clientOf(t, roundTripper(func(*http.Request) (*http.Response, error) {
 		*attempts = append(*attempts, time.Now())
 		return n(len(*attempts))
 	}), cfg)
-	require.NoError(t, err)
-	return transport
 }
 
 type roundTripper func(*http.Request) (*http.Response, error)
@@ -323,13 +326,6 @@ func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { retur
 
 func answerOf(status int, header http.Header) *http.Response {
 	return &http.Response{StatusCode: status, Header: header, Body: http.NoBody}
-}
-
-func post(t *testing.T, transport *keyclient.Transport) (*http.Response, error) {
-	t.Helper()
-	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://bank.example", http.NoBody)
-	require.NoError(t, err)
-	return transport.RoundTrip(request)
 }
 
 // Property: the pause before attempt n+1 is anything up to 100 ms doubled n-1 times, at most
@@ -342,9 +338,9 @@ func TestPausesGrowAndAreSpread(t *testing.T) {
 		low, high := make([]bool, len(ceilings)), make([]bool, len(ceilings))
 		for range 100 { // 2⁻¹⁰⁰ is the chance of a failure by chance
 			var attempts []time.Time
-			transport := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
-				transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMax: time.Second})
-			_, err := post(t, transport) //nolint:bodyclose // there is none
+			client := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
+				client(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMax: time.Second})
+			_, _, err := do(t.Context(), t, client, http.MethodPost, "http://bank.example", "")
 			require.Error(t, err)
 			require.Len(t, attempts, len(ceilings)+1)
 			for i, ms := range ceilings {
@@ -376,15 +372,14 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				var attempts []time.Time
-				transport := network(func(attempt int) (*http.Response, error) {
+				client := network(func(attempt int) (*http.Response, error) {
 					if attempt == 1 {
 						return answerOf(http.StatusTooManyRequests, test.header), nil
 					}
 					return answerOf(http.StatusOK, http.Header{}), nil
-				}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
-				response, err := post(t, transport)
+				}).client(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
+				_, _, err := do(t.Context(), t, client, http.MethodPost, "http://bank.example", "")
 				require.NoError(t, err)
-				require.NoError(t, response.Body.Close())
 				require.Len(t, attempts, 2)
 				pause := attempts[1].Sub(attempts[0])
 				require.GreaterOrEqual(t, pause, test.want)
@@ -401,12 +396,12 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		gone := errors.New("gone")
 		ctx, cancel := context.WithCancelCause(keyclient.WithKey(t.Context(), "k"))
 		var attempts []time.Time
-		transport := network(func(int) (*http.Response, error) {
+		client := network(func(int) (*http.Response, error) {
 			time.AfterFunc(time.Second, func() { cancel(gone) })
 			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
-		}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: time.Minute})
+		}).client(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: time.Minute})
 		start := time.Now()
-		_, _, err := do(ctx, t, &http.Client{Transport: transport}, http.MethodPost, "http://bank.example", "")
+		_, _, err := do(ctx, t, client, http.MethodPost, "http://bank.example", "")
 		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.ErrorIs(t, err, gone)

@@ -3,8 +3,10 @@ package keyclient_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -142,50 +144,40 @@ func TestKeyOfTheCallerIsKept(t *testing.T) {
 func TestWhatIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	const all = 3
+	replayed, again := http.Header{"Idempotent-Replayed": {"true"}}, http.Header{"Retry-After": {"0"}}
 	for _, test := range []struct {
-		name     string
 		method   string
-		status   int
+		statuses []int
 		header   http.Header
 		attempts int
 	}{
-		{"408", "POST", 408, nil, all},
-		{"425", "POST", 425, nil, all},
-		{"429", "POST", 429, nil, all},
-		{"500", "POST", 500, nil, all},
-		{"502", "POST", 502, nil, all},
-		{"503", "POST", 503, nil, all},
-		{"504", "POST", 504, nil, all},
-		{"GET has none", "GET", 503, nil, 1},
-		{"PUT has none", "PUT", 503, nil, 1},
-		{"DELETE has none", "DELETE", 503, nil, 1},
-		{"in progress", "POST", 409, http.Header{"Retry-After": {"0"}}, all},
-		{"another conflict", "POST", 409, nil, 1},
-		{"mismatch", "POST", 422, http.Header{"Retry-After": {"0"}}, 1},
-		{"replayed failure", "POST", 500, http.Header{"Idempotent-Replayed": {"true"}}, 1},
-		{"400", "POST", 400, nil, 1},
-		{"401", "POST", 401, nil, 1},
-		{"501", "POST", 501, nil, 1},
-		{"201", "POST", 201, nil, 1},
-		{"asks for too long", "POST", 503, http.Header{"Retry-After": {"3600"}}, 1},
-		{"asks for ever", "POST", 503, http.Header{"Retry-After": {"4294967295"}}, 1},
+		{"POST", []int{408, 425, 429, 500, 502, 503, 504}, nil, all},
+		{"GET", []int{503}, nil, 1}, // these have no key
+		{"PUT", []int{503}, nil, 1},
+		{"DELETE", []int{503}, nil, 1},
+		{"POST", []int{409}, again, all}, // in progress
+		{"POST", []int{201, 400, 401, 409, 501}, nil, 1},
+		{"POST", []int{422}, again, 1}, // a mismatch
+		{"POST", []int{500}, replayed, 1},
+		{"POST", []int{503}, http.Header{"Retry-After": {"3600"}}, 1}, // asks for too long, or for ever
+		{"POST", []int{503}, http.Header{"Retry-After": {"4294967295"}}, 1},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
-			s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
-				for name, values := range test.header {
-					w.Header()[name] = values
-				}
-				w.WriteHeader(test.status)
-				_, _ = io.WriteString(w, "answer")
+		for _, status := range test.statuses {
+			t.Run(fmt.Sprint(test.method, status, test.header), func(t *testing.T) {
+				t.Parallel()
+				s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+					maps.Copy(w.Header(), test.header)
+					w.WriteHeader(status)
+					_, _ = io.WriteString(w, "answer")
+				})
+				client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: all}))
+				got, body, err := do(t.Context(), t, client, test.method, s.URL, "")
+				require.NoError(t, err)
+				require.Equal(t, status, got)
+				require.Equal(t, "answer", body)
+				require.Len(t, s.all(), test.attempts)
 			})
-			client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: all}))
-			status, body, err := do(t.Context(), t, client, test.method, s.URL, "")
-			require.NoError(t, err)
-			require.Equal(t, test.status, status)
-			require.Equal(t, "answer", body)
-			require.Len(t, s.all(), test.attempts)
-		})
+		}
 	}
 }
 

@@ -183,14 +183,11 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 	// The server's statement_timeout does not count while COMMIT runs deferred triggers, or waits
 	// for a standby.
 	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 3 * time.Second})
-	_, err := o.Once(t.Context(), key("slow"), insertOnce("slow"))
-	require.ErrorIs(t, err, idempotency.ErrUnanswered)
-	_, err = o.Once(t.Context(), key("slow"), insertOnce("slow"))
-	require.ErrorIs(t, err, idempotency.ErrInProgress)
+	once(t, o, "slow", idempotency.ErrUnanswered, insertOnce("slow"))
+	once(t, o, "slow", idempotency.ErrInProgress, insertOnce("slow"))
 	execute(t, pool, `SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND query = 'COMMIT'`)
 	require.Zero(t, effects(t, pool, "slow"))
-	_, err = o.Once(t.Context(), key("slow"), insertOnce("fast"))
-	require.NoError(t, err)
+	once(t, o, "slow", nil, insertOnce("fast"))
 }
 
 // Property: outcomes, recovery points and the record of a call that must not be repeated are
@@ -208,16 +205,15 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	pool := pgtest.PoolOf(t, config)
 	op := newOperation(t, pool, idempotency.Config{})
 	insert(t, op, "once")
-	_, err := op.Once(t.Context(), key("set"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	once(t, op, "set", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `SET LOCAL synchronous_commit = off`)
 		return idempotency.Response{Status: 201}, err
 	})
-	require.NoError(t, err)
 	cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 		return u.Continue(u.State), nil
 	}}
 	phases := paymentPhases(b.URL, true)
-	_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key("flow"), nil)
+	_, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key("flow"), nil)
 	require.NoError(t, err)
 	for value, failure := range map[string]error{
 		"declined": idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined")),

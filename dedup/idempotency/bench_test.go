@@ -27,16 +27,26 @@ func BenchmarkKeySize(b *testing.B) {
 	b.Run("uuid7 without a body", func(b *testing.B) { benchmarkKeySize(b, idempotency.NewKey, 0) })
 }
 
-func benchmarkKeySize(b *testing.B, value func() string, bodyBytes int) {
+// production is a cluster with settings as in production, of 32 connections.
+func production(b *testing.B, settings map[string]string, dial pgconn.DialFunc) (*pgxpool.Pool, *idempotency.Operation) {
 	b.Helper()
-	cluster := pgtest.Cluster(b, map[string]string{"fsync": "on", "synchronous_commit": "on", "max_wal_size": "10GB", "checkpoint_timeout": "1h"})
+	cluster := pgtest.Cluster(b, settings)
 	pgtest.Migrate(b, cluster.URL)
 	config, err := pgxpool.ParseConfig(cluster.URL)
 	require.NoError(b, err)
 	config.MaxConns = 32
+	if dial != nil {
+		config.ConnConfig.DialFunc = dial
+	}
 	pool := pgtest.PoolOf(b, config)
 	o, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
 	require.NoError(b, err)
+	return pool, o
+}
+
+func benchmarkKeySize(b *testing.B, value func() string, bodyBytes int) {
+	b.Helper()
+	pool, o := production(b, map[string]string{"fsync": "on", "synchronous_commit": "on", "max_wal_size": "10GB", "checkpoint_timeout": "1h"}, nil)
 	body := make([]byte, bodyBytes)
 	read := func() (wal, xids int64) {
 		require.NoError(b, pool.QueryRow(b.Context(), `SELECT pg_current_wal_insert_lsn() - '0/0', pg_snapshot_xmax(pg_current_snapshot())::text::bigint`).Scan(&wal, &xids))
@@ -117,19 +127,9 @@ func BenchmarkOnce(b *testing.B) { benchmarkOnce(b, nil) }
 
 func benchmarkOnce(b *testing.B, dial pgconn.DialFunc) {
 	b.Helper()
-	cluster := pgtest.Cluster(b, map[string]string{"fsync": "on", "synchronous_commit": "on"}) // as in production
-	pgtest.Migrate(b, cluster.URL)
-	config, err := pgxpool.ParseConfig(cluster.URL)
-	require.NoError(b, err)
-	config.MaxConns = 32
-	if dial != nil {
-		config.ConnConfig.DialFunc = dial
-	}
-	pool := pgtest.PoolOf(b, config)
-	_, err = pool.Exec(b.Context(), `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text NOT NULL);
+	pool, o := production(b, map[string]string{"fsync": "on", "synchronous_commit": "on"}, dial)
+	_, err := pool.Exec(b.Context(), `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text NOT NULL);
 		CREATE TABLE accounts (id bigint PRIMARY KEY, balance bigint NOT NULL); INSERT INTO accounts SELECT i, 0 FROM generate_series(0, 9999) AS i`)
-	require.NoError(b, err)
-	o, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
 	require.NoError(b, err)
 	body := make([]byte, 200)
 	var n atomic.Int64

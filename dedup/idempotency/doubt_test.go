@@ -98,8 +98,7 @@ func TestDoubtIsNoConflict(t *testing.T) {
 		ran++
 		return idempotency.Indeterminate(&pgconn.PgError{Code: "40001"})
 	}
-	_, err := o.Once(t.Context(), key("once"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, unknown() })
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	once(t, o, "once", idempotency.ErrIndeterminate, func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, unknown() })
 	flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "charge", Write: func(context.Context, pgx.Tx, *step) error { return unknown() }}, ends("ship")})
 	do(t, flow, "flow", idempotency.ErrIndeterminate)
 	require.Equal(t, 2, ran)
@@ -114,11 +113,10 @@ func TestWindowBeginsWithTheOutcome(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	o := newOperation(t, pool, idempotency.Config{Window: time.Minute})
-	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	once(t, o, "k", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '2 minutes'`) // as if it had taken so long
 		return idempotency.Response{Status: 201}, errors.Join(err, effect(ctx, tx, "k"))
 	})
-	require.NoError(t, err)
 	require.Zero(t, reap(t, pool))
 	require.True(t, insert(t, o, "k").Replayed)
 }
@@ -193,11 +191,9 @@ func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
 	unknown := func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		return idempotency.Response{}, idempotency.Indeterminate(errAway)
 	}
-	_, err := o.Once(t.Context(), key("unknown"), unknown)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	once(t, o, "unknown", idempotency.ErrIndeterminate, unknown)
 	do(t, flow, "of the flow", errAway)
-	_, err = o.Once(t.Context(), key("of the flow"), unknown)
-	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	once(t, o, "of the flow", idempotency.ErrUnknownRecoveryPoint, unknown)
 	passes(t, pool, time.Hour)
 	reconciles(t, flow, 0)
 }
@@ -256,13 +252,12 @@ func TestRoleOfTheWorkEndsWithIt(t *testing.T) {
 	o := newOperation(t, pool, idempotency.Config{})
 	flow := flowOf(t, pool, states("reserve", `SET LOCAL ROLE `+role), ends("flow"))
 	for _, as := range []string{`SET LOCAL ROLE ` + role, `SELECT pg_catalog.set_config('role', '` + role + `', true)`, `SET ROLE ` + role} {
-		_, err := o.Once(t.Context(), key(as), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		once(t, o, as, nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 			if _, err := tx.Exec(ctx, as); err != nil {
 				return idempotency.Response{}, err
 			}
 			return insertOnce(as)(ctx, tx)
 		})
-		require.NoError(t, err, as)
 		require.Equal(t, 1, effects(t, wide, as))
 		who := scan[string](t, pool, `SELECT current_user`)
 		require.NotEqual(t, role, who, as)

@@ -71,8 +71,7 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	}
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
 	// Once does not take a key that was begun in phases.
-	_, err = op.Once(t.Context(), key("k"), insertOnce("k"))
-	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	once(t, op, "k", idempotency.ErrUnknownRecoveryPoint, insertOnce("k"))
 	added := append(whole[:2:2], idempotency.Phase[payment]{Name: "audit", Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error {
 		return effect(ctx, tx, "audit k")
 	}}, whole[2])

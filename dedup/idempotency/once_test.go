@@ -94,12 +94,18 @@ func insertOnce(name string) func(context.Context, pgx.Tx) (idempotency.Response
 	}
 }
 
+// once makes a request for work in one transaction. It has to fail with the error that is wanted, or with none.
+func once(t *testing.T, o *idempotency.Operation, value string, want error, work func(context.Context, pgx.Tx) (idempotency.Response, error)) idempotency.Response {
+	t.Helper()
+	response, err := o.Once(t.Context(), key(value), work)
+	require.ErrorIs(t, err, want, value)
+	return response
+}
+
 // insert makes a request with one effect, which bears the key's name.
 func insert(t *testing.T, o *idempotency.Operation, value string) idempotency.Response {
 	t.Helper()
-	response, err := o.Once(t.Context(), key(value), insertOnce(value))
-	require.NoError(t, err)
-	return response
+	return once(t, o, value, nil, insertOnce(value))
 }
 
 // Property: a serialization failure is tried again at once, a bounded number of times. Row H20 of
@@ -195,12 +201,11 @@ func TestWhatIsNoOutcome(t *testing.T) {
 				require.Error(t, err, value)
 			}
 			away = false
-			once, err := o.Once(t.Context(), key(value), work)
-			require.NoError(t, err, value)
+			plain := once(t, o, value, nil, work)
 			phase, err := flow.Do(t.Context(), key("flow "+value), nil)
 			require.NoError(t, err, value)
-			require.Equal(t, idempotency.Response{Status: 201}, once)
-			require.Equal(t, once, phase)
+			require.Equal(t, idempotency.Response{Status: 201}, plain)
+			require.Equal(t, plain, phase)
 		}
 	}
 }
@@ -268,10 +273,9 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 	} {
 		o := newOperation(t, pool, idempotency.Config{Strict: true, Failed: func(error) idempotency.Response { return idempotency.Response{Status: 502} }})
 		for _, replayed := range []bool{false, true} {
-			response, err := o.Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			response := once(t, o, name, nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 				return idempotency.Response{Status: 201}, errors.Join(effect(ctx, tx, "x"), fail(ctx, tx))
 			})
-			require.NoError(t, err)
 			require.Equal(t, idempotency.Response{Status: 502, Replayed: replayed}, response)
 		}
 	}
@@ -372,14 +376,13 @@ func TestTimeouts(t *testing.T) {
 	t.Parallel()
 	pool, said := newPool(t), &bytes.Buffer{}
 	o := newOperation(t, pool, idempotency.Config{Strict: true, StatementTimeout: 100 * time.Millisecond, LockTimeout: 300 * time.Millisecond, IdleTimeout: 200 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(said, nil))})
-	response, err := o.Once(t.Context(), key("slow"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	response := once(t, o, "slow", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `SELECT pg_sleep(1)`)
 		return idempotency.Response{}, err
 	})
-	require.NoError(t, err)
 	require.Equal(t, 500, response.Status)
 	require.Contains(t, said.String(), "statement timeout")
-	_, err = o.Once(t.Context(), key("idle"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
+	_, err := o.Once(t.Context(), key("idle"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
 		_, err := pool.Exec(ctx, `SELECT pg_sleep(0.5)`)
 		return idempotency.Response{Status: 201}, err
 	})

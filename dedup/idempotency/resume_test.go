@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"sync"
 	"testing"
 	"time"
@@ -236,25 +235,6 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "ship"))
 }
 
-// deployed leaves a flow behind that a newer program began: its second phase failed. It returns the
-// flows of the older program, whose first phase has another name, and of the newer one.
-func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, newer *idempotency.Flow[payment], b *bank) {
-	t.Helper()
-	b = newBank(t)
-	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second, GiveUpAfter: time.Hour}
-	program := func() *idempotency.Operation {
-		return newOperation(t, pool, idempotency.Config{Logger: logger})
-	}
-	newer = newFlow(t, program(), cfg, paymentPhases(b.URL, false))
-	phases := paymentPhases(b.URL, false)
-	phases[0].Name = "begin"
-	older = newFlow(t, program(), cfg, phases)
-	b.refuse = 1
-	_, err := newer.Do(t.Context(), key("k"), []byte("100"))
-	require.ErrorIs(t, err, errAway)
-	return older, newer, b
-}
-
 // passes makes time pass for all keys.
 func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	t.Helper()
@@ -269,7 +249,15 @@ func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	older, newer, b := deployed(t, pool, nil)
+	b := newBank(t)
+	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second, GiveUpAfter: time.Hour}
+	newer := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, paymentPhases(b.URL, false))
+	phases := paymentPhases(b.URL, false)
+	phases[0].Name = "begin"
+	older := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
+	b.refuse = 1
+	_, err := newer.Do(t.Context(), key("k"), []byte("100"))
+	require.ErrorIs(t, err, errAway)
 	passes(t, pool, time.Minute)
 	looked, last := 0, time.Duration(0)
 	for elapsed := time.Duration(0); elapsed < 2*time.Hour; {
@@ -288,7 +276,7 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	}
 	require.Less(t, looked, 25, "not every five seconds")
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
-	_, err := older.Do(t.Context(), key("k"), []byte("100"))
+	_, err = older.Do(t.Context(), key("k"), []byte("100"))
 	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
 	finished, err := newer.Complete(t.Context())
 	require.NoError(t, err)

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -80,16 +79,6 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// windowPasses forgets all keys, as the reaper does when their window is over.
-func windowPasses(t *testing.T, pool *pgxpool.Pool) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 second'`)
-	require.NoError(t, err)
-	_, err = idempotency.Reap(t.Context(), pool, "")
-	require.NoError(t, err)
-	require.Zero(t, keys(t, pool))
-}
-
 // Property: a client that retries after the window, for a request whose rows the handler finds under IDs
 // derived from its key, gets 410 (the request was executed), and so does each later retry; there is
 // one effect. The same holds in a flow. Row H33.
@@ -127,7 +116,11 @@ func TestAfterTheWindow(t *testing.T) {
 				s, key := serve(t, handler), fmt.Sprint("k", made)
 				require.Equal(t, http.StatusCreated, s.post(t, key, "a").status)
 				for range 2 {
-					windowPasses(t, pool)
+					_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 second'`)
+					require.NoError(t, err)
+					_, err = idempotency.Reap(t.Context(), pool, "")
+					require.NoError(t, err)
+					require.Zero(t, keys(t, pool), "the window is over")
 					for _, replayed := range []bool{false, true} {
 						a := s.post(t, key, "a")
 						requireProblem(t, a, 410, serving.KeyExpired)

@@ -111,10 +111,7 @@ func messages(ids []uuid.UUID) []dedup.Message {
 // waitUntil returns once the query is true.
 func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
-	testwait.True(t, fmt.Sprint(sql, args), func() (so bool) {
-		require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&so))
-		return so
-	})
+	testwait.True(t, fmt.Sprint(sql, args), func() bool { return scan[bool](t, pool, sql, args...) })
 }
 
 // waitUntilBlocked returns once exactly these processes block the first one.

@@ -336,8 +336,8 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 		}()
 		blocked := false
 		for !blocked && len(done) == 0 {
-			require.NoError(t, pool.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_locks l WHERE NOT granted AND $1 = ANY (pg_blocking_pids(l.pid))
-				AND relation = ('effectonce.' || $2)::regclass)`, int32(pid), dayName(4)).Scan(&blocked))
+			blocked = scan[bool](t, pool, `SELECT EXISTS (SELECT FROM pg_locks l WHERE NOT granted AND $1 = ANY (pg_blocking_pids(l.pid))
+				AND relation = ('effectonce.' || $2)::regclass)`, int32(pid), dayName(4))
 		}
 		require.NoError(t, late.Commit(t.Context()))
 		if len((<-done).Truncated) == 1 {

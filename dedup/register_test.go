@@ -55,16 +55,11 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, `"orders" belongs to group "billing", not to "mailing"`)
 	require.ErrorContains(t, err, "choose another consumer name")
 
-	var group string
-	var topics []string
-	err = pool.QueryRow(t.Context(), "SELECT consumer_group, topics FROM effectonce.consumers").Scan(&group, &topics)
-	require.NoError(t, err)
-	assert.Equal(t, "billing", group)
-	assert.Equal(t, []string{"orders"}, topics)
+	const ownerSQL = "SELECT consumer_group || topics FROM effectonce.consumers"
+	assert.Equal(t, []string{"billing", "orders"}, scan[[]string](t, pool, ownerSQL))
 	again := registered(t, pool, claims, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders", "refunds"}})
 	assert.Equal(t, owner, again)
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT topics FROM effectonce.consumers").Scan(&topics))
-	assert.Equal(t, []string{"orders", "refunds"}, topics, "its owner may change the topics")
+	assert.Equal(t, []string{"billing", "orders", "refunds"}, scan[[]string](t, pool, ownerSQL), "its owner may change the topics")
 }
 
 // Names have bounds, which the database enforces and the error states.
@@ -101,9 +96,8 @@ func TestConsumerNamesHaveBounds(t *testing.T) {
 func TestForeverIsDecidedOnce(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	window := func(name string) (seconds *float64) {
-		require.NoError(t, pool.QueryRow(t.Context(), "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name).Scan(&seconds))
-		return seconds
+	window := func(name string) *float64 {
+		return scan[*float64](t, pool, "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name)
 	}
 	r := dedup.Registration{Name: "billing", Group: "billing"}
 	registered(t, pool, claims, r)
@@ -170,7 +164,5 @@ func TestConfiguredSchemaIsUsed(t *testing.T) {
 	for _, version := range []int64{3, 4} {
 		require.True(t, fenceAlone(t, pool, claims, "order-1", version))
 	}
-	var rows, version int
-	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*), (SELECT version FROM tenant_7.fences) FROM tenant_7.processed_messages`).Scan(&rows, &version))
-	assert.Equal(t, []int{1, 4}, []int{rows, version})
+	assert.Equal(t, []int{1, 4}, scan[[]int](t, conn, `SELECT array[count(*), (SELECT version FROM tenant_7.fences)] FROM tenant_7.processed_messages`))
 }

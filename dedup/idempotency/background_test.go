@@ -503,8 +503,7 @@ func TestCompareFindsWhatDiffers(t *testing.T) {
 	}
 	found, err := flow.Compare(t.Context(), "charge", l)
 	require.NoError(t, err)
-	var begins time.Time // by the database's clock
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT clock_timestamp() - interval '2 hours'`).Scan(&begins))
+	begins := scan[time.Time](t, pool, `SELECT clock_timestamp() - interval '2 hours'`) // by the database's clock
 	require.WithinDuration(t, begins, l.since, time.Minute, "half of the window")
 	kinds := map[uuid.UUID]idempotency.DifferenceKind{}
 	for _, d := range found {

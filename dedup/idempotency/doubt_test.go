@@ -21,10 +21,9 @@ import (
 )
 
 // stateOf is the state of a key.
-func stateOf(t *testing.T, pool *pgxpool.Pool, value string) (state string) {
+func stateOf(t *testing.T, pool *pgxpool.Pool, value string) string {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value).Scan(&state))
-	return state
+	return scan[string](t, pool, `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value)
 }
 
 type step = idempotency.Step[payment]

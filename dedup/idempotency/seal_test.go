@@ -35,12 +35,11 @@ func newSealer(t *testing.T, current string, names ...string) *idempotency.AESSe
 }
 
 // dump is all that the table holds, as text and as bytes.
-func dump(t *testing.T, pool *pgxpool.Pool) (all string) {
+func dump(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT coalesce(string_agg(k::text || ' '
+	return scan[string](t, pool, `SELECT coalesce(string_agg(k::text || ' '
 		|| coalesce(encode(body, 'escape'), '') || coalesce(encode(data, 'escape'), '') || coalesce(encode(request, 'escape'), ''), ' '), '')
-		FROM effectonce.idempotency_keys k`).Scan(&all))
-	return all
+		FROM effectonce.idempotency_keys k`)
 }
 
 // Property: keys that cannot be right are refused, all at once, by their names, and keys are never

@@ -3,11 +3,16 @@ package dedup_test
 import (
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -36,8 +41,7 @@ func TestFirstOccurrenceInABatchWins(t *testing.T) {
 func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	_, err := pool.Exec(t.Context(), "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
-	require.NoError(t, err)
+	exec(t, pool, "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
 	refused := errors.New("refused")
 
 	for _, tc := range []struct {
@@ -51,8 +55,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 		{"the effect fails", -1, func(*testing.T, pgx.Tx) error { return nil }, false},
 		{"the connection dies", 1, func(t *testing.T, tx pgx.Tx) error {
 			t.Helper()
-			_, err := pool.Exec(t.Context(), "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
-			require.NoError(t, err)
+			exec(t, pool, "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
 			return nil
 		}, false},
 	} {
@@ -60,19 +63,15 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 			t.Parallel()
 			id := newIDs(t, 1)[0]
 			err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-				fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
-				require.NoError(t, err)
-				require.True(t, fresh)
-				if _, err = tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
+				require.True(t, claim(t, claims, tx, dedup.Numbered(1), id))
+				if _, err := tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
 					return err
 				}
 				return tc.end(t, tx)
 			})
 			assert.Equal(t, tc.committed, err == nil, err)
 
-			var effects int
-			require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects WHERE id = $1", id).Scan(&effects))
-			assert.Equal(t, tc.committed, effects == 1)
+			assert.Equal(t, tc.committed, pgtest.Count(t, pool, "SELECT count(*) FROM effects WHERE id = $1", id) == 1)
 			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, dedup.Numbered(1), id), "the message is redelivered")
 		})
 	}
@@ -83,8 +82,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 func TestEveryIDHasItsPartition(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	var now time.Time
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT now()").Scan(&now))
+	now := scan[time.Time](t, pool, "SELECT now()")
 	midnight := now.UTC().Truncate(24 * time.Hour)
 	at := func(at time.Time) uuid.UUID { return dedup.PublishID("a", newIDs(t, 1)[0], "", at) }
 	day := func(at time.Time) string { return "processed_messages_" + at.Format("20060102") }
@@ -113,14 +111,9 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 	for i, tc := range cases {
 		ids[i] = tc.id
 	}
-	for _, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
-		assert.True(t, fresh)
-	}
+	assert.NotContains(t, claimAlone(t, pool, claims, dedup.Numbered(1), ids...), false)
 	for i, tc := range cases {
-		var partition string
-		err := pool.QueryRow(t.Context(),
-			"SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id).Scan(&partition)
-		require.NoError(t, err, tc.name)
+		partition := scan[string](t, pool, "SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id)
 		assert.Equal(t, "effectonce."+tc.partition, partition, tc.name)
 		assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids[i]), tc.name)
 	}
@@ -155,13 +148,7 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	pool := newPool(t, address, 3)
 	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
 	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
-	holder, holderPID := begin(t, pool, pgx.TxOptions{})
-	contested := newIDs(t, 1)[0]
-	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), contested, 0)
-	require.NoError(t, err)
-	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
-	answers := claimInBackground(t, claims, waiter, contested)
-	waitUntilBlocked(t, pool, waiterPID, holderPID)
+	holder, waiter, answers := contested(t, pool, claims, pgx.TxOptions{}, newIDs(t, 1)[0])
 	require.NoError(t, holder.Commit(t.Context()))
 	require.Equal(t, answer{}, <-answers)
 	require.NoError(t, waiter.Commit(t.Context()))
@@ -170,17 +157,9 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	observer := newPool(t, address, 1)
 	const changed = ` FROM pg_stat_user_tables WHERE schemaname = 'effectonce' AND relname LIKE 'processed_messages%'`
 	waitUntil(t, observer, `SELECT sum(n_tup_ins) >= $1`+changed, len(ids)+1)
-	var inserted, updated, deleted, dead int
-	err = observer.QueryRow(t.Context(), `SELECT sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)`+changed).
-		Scan(&inserted, &updated, &deleted, &dead)
-	require.NoError(t, err)
-	assert.Equal(t, len(ids)+1, inserted)
-	assert.Zero(t, updated)
-	assert.Zero(t, deleted)
-	assert.Zero(t, dead)
-	var locked int
-	require.NoError(t, observer.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0").Scan(&locked))
-	assert.Zero(t, locked)
+	done := scan[[]int](t, observer, `SELECT array[sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)]::int[]`+changed)
+	assert.Equal(t, []int{len(ids) + 1, 0, 0, 0}, done, "rows inserted, updated, deleted, dead")
+	assert.Zero(t, pgtest.Count(t, observer, "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0"))
 }
 
 // An error that a new transaction cannot resolve is not ErrRetry, and names the operation that
@@ -188,10 +167,9 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	_, err := pool.Exec(t.Context(), "ALTER TABLE effectonce.processed_messages RENAME TO gone")
-	require.NoError(t, err)
+	exec(t, pool, "ALTER TABLE effectonce.processed_messages RENAME TO gone")
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0], 0)
+	_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0], 0)
 	require.ErrorContains(t, err, "claim messages: ")
 	require.ErrorContains(t, err, "processed_messages")
 	require.NotErrorIs(t, err, dedup.ErrRetry)
@@ -207,7 +185,7 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 			t.Run(fmt.Sprint(name, ", copied ", copied), func(t *testing.T) {
 				t.Parallel()
 				a, b := uuid.New(), uuid.New()
-				claim := func(copied bool, ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
+				claimed := func(copied bool, ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
 					msgs := messages(ids)
 					for i, content := range contents {
 						msgs[i].Fingerprint = dedup.Fingerprint(nil, []byte(content))
@@ -225,13 +203,13 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 					}
 					require.NoError(t, err)
 					require.NoError(t, claims.Compare(t.Context(), conn, consumer, result))
-					requireExec(t, conn, "COMMIT")
+					exec(t, conn, "COMMIT")
 					return result.Fresh(), result.Conflicts()
 				}
-				fresh, conflicts := claim(copied, []uuid.UUID{b, a, a, a}, "b", "first", "first", "other")
+				fresh, conflicts := claimed(copied, []uuid.UUID{b, a, a, a}, "b", "first", "first", "other")
 				require.Equal(t, []bool{true, true, false, false}, fresh)
 				require.Equal(t, []bool{false, false, false, true}, conflicts)
-				fresh, conflicts = claim(false, []uuid.UUID{a, b, uuid.New(), a}, "other", "b", "other", "first")
+				fresh, conflicts = claimed(false, []uuid.UUID{a, b, uuid.New(), a}, "other", "b", "other", "first")
 				require.Equal(t, []bool{false, false, true, false}, fresh)
 				require.Equal(t, []bool{true, false, false, false}, conflicts)
 
@@ -241,9 +219,7 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 				require.False(t, once)
 				_, err = claims.Claim(t.Context(), tx, consumer, a, dedup.Fingerprint(nil, []byte("other")))
 				require.ErrorIs(t, err, dedup.ErrConflict)
-				once, err = claims.Claim(t.Context(), tx, consumer, uuid.New(), 0)
-				require.NoError(t, err, "the transaction can be used")
-				require.True(t, once)
+				require.True(t, claim(t, claims, tx, consumer, uuid.New()), "the transaction can be used")
 			})
 		}
 	}
@@ -258,4 +234,135 @@ func TestFingerprintIsCRC32C(t *testing.T) {
 		seen[dedup.Fingerprint(parts[0], parts[1])] = true
 	}
 	require.Len(t, seen, 8)
+}
+
+// newPool returns a pool of at most that many connections, with settings of the session.
+func newPool(t *testing.T, address string, conns int32, settings ...string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(address)
+	require.NoError(t, err)
+	config.MaxConns = conns
+	for pair := range slices.Chunk(settings, 2) {
+		config.ConnConfig.RuntimeParams[pair[0]] = pair[1]
+	}
+	return pgtest.PoolOf(t, config)
+}
+
+// C4: a claim waits for the transaction that holds it, and for no other; a claim of another ID or
+// by another consumer does not wait.
+func TestClaimWaitsForItsHolderOnly(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	ids := newIDs(t, 3)
+	holder, holderPID := begin(t, pool, pgx.TxOptions{})
+	other, _ := begin(t, pool, pgx.TxOptions{})
+	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
+	_, err := claims.ClaimBatch(t.Context(), holder, dedup.Numbered(1), messages(ids[:2]))
+	require.NoError(t, err)
+
+	exec(t, other, "SET LOCAL lock_timeout = '5s'")
+	assert.True(t, claim(t, claims, other, dedup.Numbered(1), ids[2]), "another ID does not wait")
+	assert.True(t, claim(t, claims, other, dedup.Numbered(2), ids[0]), "another consumer does not wait")
+
+	answers := claimInBackground(t, claims, waiter, ids[1])
+	waitUntilBlocked(t, pool, waiterPID, holderPID)
+	require.NoError(t, holder.Rollback(t.Context()))
+	assert.Equal(t, answer{fresh: true}, <-answers)
+}
+
+// C5: under REPEATABLE READ and SERIALIZABLE, PostgreSQL reports a claim that the snapshot does not
+// show yet as a serialization failure, not as a duplicate. It is ErrRetry, and a new transaction
+// sees the duplicate.
+func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
+	t.Parallel()
+	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
+		t.Run(string(level), func(t *testing.T) {
+			t.Parallel()
+			pool, claims := pgtest.Pool(t), newClaims(t)
+			opts := pgx.TxOptions{IsoLevel: level}
+			ids := newIDs(t, 4)
+
+			// A claim that was committed before the snapshot is an ordinary duplicate.
+			claimAlone(t, pool, claims, dedup.Numbered(1), ids[0])
+			tx, _ := begin(t, pool, opts)
+			assert.False(t, claim(t, claims, tx, dedup.Numbered(1), ids[0]))
+
+			// A claim that was committed after it is not.
+			claimAlone(t, pool, claims, dedup.Numbered(1), ids[1])
+			_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1], 0)
+			requireRetry(t, err, "40001")
+			require.NoError(t, tx.Rollback(t.Context()))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, dedup.Numbered(1), ids[1]))
+
+			// Nor is a claim that was open when this one conflicted with it, and then committed.
+			holder, tx, answers := contested(t, pool, claims, opts, ids[2])
+			require.NoError(t, holder.Commit(t.Context()))
+			requireRetry(t, (<-answers).err, "40001")
+			require.NoError(t, tx.Rollback(t.Context()))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, dedup.Numbered(1), ids[2]))
+
+			// After a rollback there is nothing to conflict with.
+			holder, tx, answers = contested(t, pool, claims, opts, ids[3])
+			require.NoError(t, holder.Rollback(t.Context()))
+			assert.Equal(t, answer{fresh: true}, <-answers)
+			require.NoError(t, tx.Commit(t.Context()))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, dedup.Numbered(1), ids[3]))
+		})
+	}
+}
+
+func requireRetry(t *testing.T, err error, code string) {
+	t.Helper()
+	require.ErrorIs(t, err, dedup.ErrRetry)
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, code, pgErr.Code)
+}
+
+// A lock timeout is ErrRetry: a new transaction may get the claim.
+func TestLockTimeoutIsForRetry(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	id := newIDs(t, 1)[0]
+	holder, _ := begin(t, pool, pgx.TxOptions{})
+	claim(t, claims, holder, dedup.Numbered(1), id)
+
+	tx, _ := begin(t, pool, pgx.TxOptions{})
+	exec(t, tx, "SET LOCAL lock_timeout = '1ms'")
+	_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
+	requireRetry(t, err, "55P03")
+	require.NoError(t, holder.Rollback(t.Context()))
+	require.NoError(t, tx.Rollback(t.Context()))
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, dedup.Numbered(1), id))
+}
+
+// beforeSQL calls a function once, before the first statement with a text is sent.
+func beforeSQL(text string, call func()) pgtest.Statements {
+	var once sync.Once
+	return func(sql string) {
+		if strings.Contains(sql, text) {
+			once.Do(call)
+		}
+	}
+}
+
+// Property: a claim that is made in an old day between the look that found the day empty and the
+// lock on the table keeps its day. C29.
+func TestClaimBeforeTheLockKeepsItsDay(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	consumer := registered(t, pool, claims, dedup.Registration{Name: "c", Group: "g", Window: time.Minute})
+	late := idAt(time.Now().AddDate(0, 0, -3))
+	config := pool.Config()
+	config.ConnConfig.Tracer = beforeSQL("LOCK TABLE ONLY", func() {
+		require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, late))
+	})
+	traced := pgtest.PoolOf(t, config)
+	day := "processed_messages_" + time.Now().UTC().AddDate(0, 0, -3).Format("20060102")
+	require.Zero(t, pgtest.Count(t, pool, partitionOfSQL, late, "past"))
+
+	report := maintain(t, traced, claims)
+	require.NotEmpty(t, report.Dropped, "older days are dropped")
+	require.NotContains(t, report.Dropped, day)
+	require.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, late), "the claim is there")
 }

@@ -25,12 +25,6 @@ func fenceAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, resource
 	return applied
 }
 
-func storedVersion(t *testing.T, pool *pgxpool.Pool, resource string) (version int64) {
-	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT version FROM effectonce.fences WHERE scope = 'orders' AND resource = $1`, resource).Scan(&version))
-	return version
-}
-
 // C47: an older or equal version is not applied, a newer one is. Neither scopes nor resources see each
 // other.
 func TestOnlyNewerVersionsAreApplied(t *testing.T) {
@@ -42,7 +36,7 @@ func TestOnlyNewerVersionsAreApplied(t *testing.T) {
 	}{{7, true}, {6, false}, {7, false}, {8, true}, {math.MaxInt64, true}, {0, false}} {
 		require.Equal(t, step.applied, fenceAlone(t, pool, claims, "order-1", step.version), "version %d", step.version)
 	}
-	require.EqualValues(t, math.MaxInt64, storedVersion(t, pool, "order-1"))
+	require.EqualValues(t, math.MaxInt64, scan[int64](t, pool, `SELECT version FROM effectonce.fences WHERE scope = 'orders' AND resource = 'order-1'`))
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	for _, other := range [][2]string{{"orders", "order-2"}, {"refunds", "order-1"}} {
 		applied, err := claims.Fence(t.Context(), tx, other[0], other[1], 0)
@@ -91,10 +85,9 @@ func TestFenceBeyondTheSnapshotIsForRetry(t *testing.T) {
 			pool, claims := pgtest.Pool(t), newClaims(t)
 			for round, resource := range []string{"order-1", "order-1", "order-2"} { // inserted, updated, inserted
 				tx, _ := begin(t, pool, pgx.TxOptions{IsoLevel: level})
-				_, err := tx.Exec(t.Context(), "SELECT FROM effectonce.fences")
-				require.NoError(t, err)
+				exec(t, tx, "SELECT FROM effectonce.fences")
 				require.True(t, fenceAlone(t, pool, claims, resource, int64(10+round)))
-				_, err = claims.Fence(t.Context(), tx, "orders", resource, 5)
+				_, err := claims.Fence(t.Context(), tx, "orders", resource, 5)
 				requireRetry(t, err, "40001")
 				require.NoError(t, tx.Rollback(t.Context()))
 				require.False(t, fenceAlone(t, pool, claims, resource, 5))

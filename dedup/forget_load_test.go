@@ -98,8 +98,8 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 		}
 	}
 	require.Equal(t, endOf(3), mark(t, pool, consumer))
-	require.Zero(t, number(t, pool, `SELECT count(*) FROM effectonce.processed_messages WHERE processed_at < clock_timestamp() - interval '2 days'`))
-	require.Equal(t, 1, number(t, pool, completeSQL, true))
+	require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.processed_messages WHERE processed_at < clock_timestamp() - interval '2 days'`))
+	require.Equal(t, 1, pgtest.Count(t, pool, completeSQL, true))
 	stop()
 	require.NoError(t, always.Rollback(t.Context()))
 	report := maintain(t, pool, claims)
@@ -141,8 +141,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
 	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, 0, clock_timestamp() - interval '4 days')`, consumer.ID())
 	reader, _ := begin(t, pool, pgx.TxOptions{})
-	_, err := reader.Exec(t.Context(), `SELECT FROM effectonce.`+dayName(4))
-	require.NoError(t, err)
+	exec(t, reader, `SELECT FROM effectonce.`+dayName(4))
 
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
 	require.ErrorContains(t, err, "forget days: "+dayName(4)+": lock conflict with running claims, the next run retries")
@@ -151,7 +150,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	require.Contains(t, report.Dropped, dayName(5), "before the day that is kept")
 	require.NotContains(t, report.Dropped, dayName(4))
 	require.Equal(t, endOf(3), mark(t, pool, consumer), "of the day that was forgotten")
-	require.Equal(t, 1, number(t, pool, completeSQL, false))
+	require.Equal(t, 1, pgtest.Count(t, pool, completeSQL, false))
 	require.NoError(t, reader.Rollback(t.Context()))
 	require.Equal(t, []string{dayName(4)}, maintain(t, pool, claims).Truncated)
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -46,16 +47,56 @@ func begin(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions) (tx pgx.Tx, pid
 	return tx, tx.Conn().PgConn().PID()
 }
 
+// exec executes SQL in a pool, on a connection or in a transaction.
+func exec(t *testing.T, db interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+}, sql string, args ...any,
+) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+// scan is the one value that a query has.
+func scan[T any](t *testing.T, db interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}, sql string, args ...any,
+) (value T) {
+	t.Helper()
+	require.NoError(t, db.QueryRow(t.Context(), sql, args...).Scan(&value))
+	return value
+}
+
+func registered(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, r dedup.Registration) dedup.Consumer {
+	t.Helper()
+	consumer, err := claims.Register(t.Context(), pool, r)
+	require.NoError(t, err)
+	return consumer
+}
+
+// claim claims a message in an open transaction.
+func claim(t *testing.T, claims *dedup.Claims, tx pgx.Tx, consumer dedup.Consumer, id uuid.UUID) (fresh bool) {
+	t.Helper()
+	fresh, err := claims.Claim(t.Context(), tx, consumer, id, 0)
+	require.NoError(t, err)
+	return fresh
+}
+
 // claimAlone claims in its own transaction, which commits.
 func claimAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, ids ...uuid.UUID) []bool {
 	t.Helper()
-	var fresh []bool
-	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) (err error) {
-		fresh, err = freshOf(claims.ClaimBatch(t.Context(), tx, consumer, messages(ids)))
+	return claimIn(t, pool, pgx.TxOptions{}, claims, consumer, ids...)
+}
+
+func claimIn(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions, claims *dedup.Claims, consumer dedup.Consumer, ids ...uuid.UUID) []bool {
+	t.Helper()
+	var result *dedup.Result
+	err := pgx.BeginTxFunc(t.Context(), pool, opts, func(tx pgx.Tx) (err error) {
+		result, err = claims.ClaimBatch(t.Context(), tx, consumer, messages(ids))
 		return err
 	})
 	require.NoError(t, err)
-	return fresh
+	return result.Fresh()
 }
 
 // messages have these IDs, and one content.
@@ -67,20 +108,10 @@ func messages(ids []uuid.UUID) []dedup.Message {
 	return msgs
 }
 
-func freshOf(result *dedup.Result, err error) ([]bool, error) {
-	if err != nil {
-		return nil, err
-	}
-	return result.Fresh(), nil
-}
-
 // waitUntil returns once the query is true.
 func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
-	testwait.True(t, fmt.Sprint(sql, args), func() (so bool) {
-		require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&so))
-		return so
-	})
+	testwait.True(t, fmt.Sprint(sql, args), func() bool { return scan[bool](t, pool, sql, args...) })
 }
 
 // waitUntilBlocked returns once exactly these processes block the first one.
@@ -109,4 +140,15 @@ func claimInBackground(t *testing.T, claims *dedup.Claims, tx pgx.Tx, id uuid.UU
 		answers <- answer{fresh, err}
 	}()
 	return answers
+}
+
+// contested has one transaction hold a message of consumer 1, and another one wait for it.
+func contested(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, opts pgx.TxOptions, id uuid.UUID) (holder, waiter pgx.Tx, answers <-chan answer) {
+	t.Helper()
+	holder, holderPID := begin(t, pool, opts)
+	claim(t, claims, holder, dedup.Numbered(1), id)
+	waiter, pid := begin(t, pool, opts)
+	answers = claimInBackground(t, claims, waiter, id)
+	waitUntilBlocked(t, pool, pid, holderPID)
+	return holder, waiter, answers
 }

@@ -39,17 +39,6 @@ func maintain(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims) dedup.Repo
 	return report
 }
 
-func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err)
-}
-
-func number(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
-	t.Helper()
-	return pgtest.Count(t, pool, sql, args...)
-}
-
 // away makes the database look as if it was not maintained for the given days: everything younger
 // is in the partition for later times.
 func away(t *testing.T, pool *pgxpool.Pool, days int) {
@@ -79,19 +68,17 @@ func TestDaysAreMadeAheadAfterAnyAbsence(t *testing.T) {
 			t.Parallel()
 			pool, claims := pgtest.Pool(t), newClaims(t)
 			away(t, pool, days)
-			consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g"})
-			require.NoError(t, err)
-			var now time.Time
-			require.NoError(t, pool.QueryRow(t.Context(), `SELECT clock_timestamp()`).Scan(&now))
+			consumer := registered(t, pool, claims, dedup.Registration{Name: "c", Group: "g"})
+			now := scan[time.Time](t, pool, `SELECT clock_timestamp()`)
 			today, tomorrow, far := idAt(now), idAt(now.Add(24*time.Hour)), idAt(now.AddDate(1, 0, 0))
 			require.Equal(t, []bool{true, true, true}, claimAlone(t, pool, claims, consumer, today, tomorrow, far))
-			require.Equal(t, 1, number(t, pool, partitionOfSQL, today, "ahead"))
+			require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, today, "ahead"))
 
 			report := maintain(t, pool, claims)
 			require.Len(t, report.Made, 32+days)
-			require.Equal(t, 1, number(t, pool, partitionOfSQL, today, now.UTC().Format("20060102")))
-			require.Equal(t, 1, number(t, pool, partitionOfSQL, tomorrow, now.UTC().AddDate(0, 0, 1).Format("20060102")))
-			require.Equal(t, 1, number(t, pool, partitionOfSQL, far, "ahead"))
+			require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, today, now.UTC().Format("20060102")))
+			require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, tomorrow, now.UTC().AddDate(0, 0, 1).Format("20060102")))
+			require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, far, "ahead"))
 			require.Equal(t, []bool{false, false, false}, claimAlone(t, pool, claims, consumer, today, tomorrow, far))
 			require.Empty(t, maintain(t, pool, claims).Made)
 		})
@@ -104,35 +91,27 @@ func TestDaysAreMadeAheadAfterAnyAbsence(t *testing.T) {
 func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	first := number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
+	first := pgtest.Count(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
 	require.Empty(t, maintain(t, pool, claims).Dropped, "no consumer is registered")
 
-	register := func(name string, window time.Duration) {
-		_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: name, Window: window})
-		require.NoError(t, err)
-	}
-	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
-	require.NoError(t, err)
-	register("short", time.Minute)
-	register("long", 5*24*time.Hour)
+	registered(t, pool, claims, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
+	register(t, pool, claims, "short", time.Minute)
+	register(t, pool, claims, "long", 5*24*time.Hour)
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time) VALUES
 		('ledger', 'a', 0, NULL), ('short', 'a', 0, clock_timestamp() - interval '6 days 12 hours'), ('somebody', 'a', 0, NULL)`)
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test", DryRun: true})
 	require.NoError(t, err)
 	require.NotEmpty(t, report.Dropped)
 	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT $1, id, 0 FROM effectonce.consumers WHERE name = 'short'`, [16]byte(idAt(time.Now().Add(-150*time.Hour))))
-	require.Equal(t, first, number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`), "a dry run")
+	require.Equal(t, first, pgtest.Count(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`), "a dry run")
 	dropped := maintain(t, pool, claims)
 	require.Equal(t, report.Dropped, dropped.Dropped)
 	require.Contains(t, dropped.HeldBack, "group short, topic a, partition 0")
 	oldest := func() string {
-		var name string
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT min(relname) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`).Scan(&name))
-		return name
+		return scan[string](t, pool, `SELECT min(relname) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
 	}
 	day := func(ago time.Duration) string {
-		var now time.Time
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT clock_timestamp()`).Scan(&now))
+		now := scan[time.Time](t, pool, `SELECT clock_timestamp()`)
 		return "processed_messages_" + now.UTC().Add(-ago).Format("20060102")
 	}
 	require.Equal(t, day(157*time.Hour), oldest(), "the position of group short")
@@ -141,13 +120,12 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE consumer_group = 'short'`)
 	maintain(t, pool, claims)
 	require.Equal(t, day(5*24*time.Hour+time.Hour), oldest())
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "long", Group: "long", Window: 2 * 24 * time.Hour})
-	require.NoError(t, err)
+	consumer := register(t, pool, claims, "long", 2*24*time.Hour)
 	maintain(t, pool, claims)
 	require.Equal(t, day(2*24*time.Hour+time.Hour), oldest())
 	old := idAt(time.Now().AddDate(0, 0, -6))
 	require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, old))
-	require.Equal(t, 1, number(t, pool, partitionOfSQL, old, "past"))
+	require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, old, "past"))
 	// A position without a record keeps everything.
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('long', 'new', 7)`)
 	report = maintain(t, pool, claims)
@@ -162,9 +140,7 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	ids := map[string]int32{}
 	for name, window := range map[string]time.Duration{"short": time.Hour, "long": 48 * time.Hour, "held": time.Hour} {
-		consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: name, Window: window})
-		require.NoError(t, err)
-		ids[name] = consumer.ID()
+		ids[name] = register(t, pool, claims, name, window).ID()
 	}
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES ('short', 'a', 0, clock_timestamp()), ('held', 'a', 0, clock_timestamp() - interval '2 days')`)
 	for _, id := range []int32{ids["short"], ids["long"], ids["held"], 999} {
@@ -174,7 +150,7 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 	}
 	report := maintain(t, pool, claims)
 	left := func(id int32) int {
-		return number(t, pool, `SELECT count(*) FROM effectonce.processed_messages_untimed WHERE consumer = $1`, id)
+		return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.processed_messages_untimed WHERE consumer = $1`, id)
 	}
 	require.Equal(t, 1000, left(ids["short"]))
 	require.Equal(t, 2000, left(ids["long"]))
@@ -188,8 +164,7 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 func TestStatsSayWhatClaimsTake(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g", Window: 24 * time.Hour})
-	require.NoError(t, err)
+	registered(t, pool, claims, dedup.Registration{Name: "c", Group: "g", Window: 24 * time.Hour})
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 'a', 3)`)
 	fresh, err := claims.ReadStats(t.Context(), pool)
 	require.NoError(t, err)
@@ -212,9 +187,7 @@ func TestStatsSayWhatClaimsTake(t *testing.T) {
 
 func register(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, name string, window time.Duration) dedup.Consumer {
 	t.Helper()
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: name, Window: window})
-	require.NoError(t, err)
-	return consumer
+	return registered(t, pool, claims, dedup.Registration{Name: name, Group: name, Window: window})
 }
 
 // noon returns noon of a past day, in UTC.
@@ -236,13 +209,19 @@ func mark(t *testing.T, pool *pgxpool.Pool, consumer dedup.Consumer) (at time.Ti
 	return at.UTC()
 }
 
+func requireMarks(t *testing.T, pool *pgxpool.Pool, want map[dedup.Consumer]time.Time) {
+	t.Helper()
+	for consumer, at := range want {
+		require.Equal(t, at, mark(t, pool, consumer), consumer.ID())
+	}
+}
+
 // unquiet prevents a lock on the whole table, as any open transaction that claims does, until the
 // test or the transaction ends.
 func unquiet(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	t.Helper()
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err := tx.Exec(t.Context(), "LOCK TABLE ONLY effectonce.processed_messages IN ACCESS SHARE MODE")
-	require.NoError(t, err)
+	exec(t, tx, "LOCK TABLE ONLY effectonce.processed_messages IN ACCESS SHARE MODE")
 	return tx
 }
 
@@ -275,8 +254,7 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	a, b, idle := register(t, pool, claims, "a", time.Hour), register(t, pool, claims, "b", 48*time.Hour), register(t, pool, claims, "idle", time.Hour)
-	ledger, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
-	require.NoError(t, err)
+	ledger := registered(t, pool, claims, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
 	old, older := idAt(noon(4)), idAt(noon(6))
 	claimAlone(t, pool, claims, a, old, idAt(noon(2)))
 	claimAlone(t, pool, claims, b, older)
@@ -284,12 +262,9 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	unquiet(t, pool)
 
 	require.Equal(t, []string{dayName(6), dayName(4)}, maintain(t, pool, claims).Truncated)
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(6), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, idle))
-	require.Zero(t, mark(t, pool, ledger))
-	require.Equal(t, 2, number(t, pool, `SELECT count(*) FROM effectonce.processed_forever`))
-	require.Equal(t, 1, number(t, pool, `SELECT count(*) FROM effectonce.processed_messages`), "what the longer window needs")
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), b: endOf(6), idle: {}, ledger: {}})
+	require.Equal(t, 2, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.processed_forever`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.processed_messages`), "what the longer window needs")
 	require.Empty(t, maintain(t, pool, claims).Truncated)
 
 	// A forgotten claim is fresh again, and the mark after it shows that it may not be the first.
@@ -304,9 +279,7 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.ErrorIs(t, err, dedup.ErrForgotten, "it may have been claimed before")
 	require.NoError(t, forgotten.Rollback(t.Context()))
 	require.Equal(t, []string{dayName(6), dayName(4)}, maintain(t, pool, claims).Truncated)
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(6), mark(t, pool, idle))
-	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), idle: endOf(6), register(t, pool, claims, "new", time.Hour): {}})
 }
 
 // Property: no claim comes between the end of a day's claims and the mark: one of a forgotten message
@@ -329,7 +302,7 @@ func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
 				done <- errors.Join(err, tx.Commit(t.Context()))
 			}()
 			testwait.True(t, "the claim waits, or is made", func() bool {
-				return len(done) > 0 || number(t, pool, `SELECT cardinality(pg_blocking_pids($1))`, int32(pid)) > 0
+				return len(done) > 0 || pgtest.Count(t, pool, `SELECT cardinality(pg_blocking_pids($1))`, int32(pid)) > 0
 			})
 		})
 		report, err := claims.Maintain(t.Context(), pgtest.PoolOf(t, config), dedup.MaintainOptions{Owner: "test"})
@@ -355,8 +328,7 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 	for {
 		claimAlone(t, pool, claims, a, idAt(noon(4)))
 		late, pid := begin(t, pool, pgx.TxOptions{})
-		_, err := claims.Claim(t.Context(), late, b, idAt(noon(4)), 0)
-		require.NoError(t, err)
+		claim(t, claims, late, b, idAt(noon(4)))
 		done := make(chan dedup.Report, 1)
 		go func() {
 			report, _ := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
@@ -364,17 +336,15 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 		}()
 		blocked := false
 		for !blocked && len(done) == 0 {
-			require.NoError(t, pool.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_locks l WHERE NOT granted AND $1 = ANY (pg_blocking_pids(l.pid))
-				AND relation = ('effectonce.' || $2)::regclass)`, int32(pid), dayName(4)).Scan(&blocked))
+			blocked = scan[bool](t, pool, `SELECT EXISTS (SELECT FROM pg_locks l WHERE NOT granted AND $1 = ANY (pg_blocking_pids(l.pid))
+				AND relation = ('effectonce.' || $2)::regclass)`, int32(pid), dayName(4))
 		}
 		require.NoError(t, late.Commit(t.Context()))
 		if len((<-done).Truncated) == 1 {
 			break
 		} // otherwise the lock timed out, before or after it was seen, which may happen on a busy machine
 	}
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(4), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, idle))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), b: endOf(4), idle: {}})
 }
 
 // Property: if reading the consumers with claims in a day takes too long under its lock, the marks
@@ -383,8 +353,7 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	a, b := register(t, pool, claims, "a", time.Hour), register(t, pool, claims, "b", time.Hour)
-	ledger, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
-	require.NoError(t, err)
+	ledger := registered(t, pool, claims, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
 	fill := func(daysAgo int) {
 		exec(t, pool, `INSERT INTO effectonce.processed_messages
 			SELECT overlay(effectonce.uuid_v7()::text PLACING left(effectonce.uuid_floor($1)::text, 13) FROM 1)::uuid, $2, 0 FROM generate_series(1, 200000)`,
@@ -394,15 +363,12 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	fill(6)
 	claims.SetLookMax(testwait.Bound) // on any machine
 	maintain(t, pool, claims)
-	require.Equal(t, endOf(6), mark(t, pool, a))
-	require.Zero(t, mark(t, pool, b), "there is time enough")
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(6), b: {}}) // there is time enough
 
 	fill(4)
 	claims.SetLookMax(time.Millisecond)
 	require.Equal(t, []string{dayName(4)}, maintain(t, pool, claims).Truncated)
-	require.Equal(t, endOf(4), mark(t, pool, a))
-	require.Equal(t, endOf(4), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, ledger))
+	requireMarks(t, pool, map[dedup.Consumer]time.Time{a: endOf(4), b: endOf(4), ledger: {}})
 }
 
 // Property: sweeping moves the mark of each consumer past every claim that it deleted, with a
@@ -415,8 +381,7 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 		('a', 't', 0, clock_timestamp()), ('a', 't', 1, clock_timestamp() - interval '90 minutes'), ('b', 't', 0, clock_timestamp())`)
 	times := map[string]time.Time{}
 	for _, age := range []string{"100 hours", "3 hours", "135 minutes", "1 minute"} {
-		var at time.Time
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT clock_timestamp() - $1::text::interval`, age).Scan(&at))
+		at := scan[time.Time](t, pool, `SELECT clock_timestamp() - $1::text::interval`, age)
 		times[age] = at.UTC()
 		for _, consumer := range []dedup.Consumer{a, b} {
 			for _, id := range []uuid.UUID{dedup.MessageID("s", []byte(age)), idAt(at.AddDate(-1, 0, 0)), idAt(at.AddDate(1, 0, 0))} {

@@ -21,15 +21,15 @@ import (
 func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	type registered struct {
+	type outcome struct {
 		consumer dedup.Consumer
 		err      error
 	}
-	results := make(chan registered, 32)
+	results := make(chan outcome, 32)
 	for range cap(results) {
 		go func() {
 			consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
-			results <- registered{consumer, err}
+			results <- outcome{consumer, err}
 		}()
 	}
 	first := <-results
@@ -38,12 +38,9 @@ func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 		require.Equal(t, first, <-results)
 	}
 
-	other, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/refunds", Group: "billing", Topics: []string{"refunds"}})
-	require.NoError(t, err)
+	other := registered(t, pool, claims, dedup.Registration{Name: "billing/refunds", Group: "billing", Topics: []string{"refunds"}})
 	assert.NotEqual(t, first.consumer, other)
-	var rows int
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.consumers").Scan(&rows))
-	assert.Equal(t, 2, rows)
+	assert.Equal(t, 2, pgtest.Count(t, pool, "SELECT count(*) FROM effectonce.consumers"))
 }
 
 // C27: a name that belongs to another group is refused, with both groups in the text, and its owner
@@ -51,25 +48,18 @@ func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	owner, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders"}})
-	require.NoError(t, err)
+	owner := registered(t, pool, claims, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders"}})
 
-	_, err = claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "mailing", Topics: []string{"mails"}})
+	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "mailing", Topics: []string{"mails"}})
 	require.ErrorIs(t, err, dedup.ErrNameTaken)
 	require.ErrorContains(t, err, `"orders" belongs to group "billing", not to "mailing"`)
 	require.ErrorContains(t, err, "choose another consumer name")
 
-	var group string
-	var topics []string
-	err = pool.QueryRow(t.Context(), "SELECT consumer_group, topics FROM effectonce.consumers").Scan(&group, &topics)
-	require.NoError(t, err)
-	assert.Equal(t, "billing", group)
-	assert.Equal(t, []string{"orders"}, topics)
-	again, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders", "refunds"}})
-	require.NoError(t, err)
+	const ownerSQL = "SELECT consumer_group || topics FROM effectonce.consumers"
+	assert.Equal(t, []string{"billing", "orders"}, scan[[]string](t, pool, ownerSQL))
+	again := registered(t, pool, claims, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders", "refunds"}})
 	assert.Equal(t, owner, again)
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT topics FROM effectonce.consumers").Scan(&topics))
-	assert.Equal(t, []string{"orders", "refunds"}, topics, "its owner may change the topics")
+	assert.Equal(t, []string{"billing", "orders", "refunds"}, scan[[]string](t, pool, ownerSQL), "its owner may change the topics")
 }
 
 // Names have bounds, which the database enforces and the error states.
@@ -77,8 +67,7 @@ func TestConsumerNamesHaveBounds(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	longest := strings.Repeat("ü", 300) // 600 bytes
-	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: longest, Group: strings.Repeat("g", 255), Topics: []string{"orders"}})
-	require.NoError(t, err)
+	registered(t, pool, claims, dedup.Registration{Name: longest, Group: strings.Repeat("g", 255), Topics: []string{"orders"}})
 
 	for _, tc := range []struct {
 		name string
@@ -107,33 +96,27 @@ func TestConsumerNamesHaveBounds(t *testing.T) {
 func TestForeverIsDecidedOnce(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	window := func(name string) (seconds *float64) {
-		require.NoError(t, pool.QueryRow(t.Context(), "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name).Scan(&seconds))
-		return seconds
+	window := func(name string) *float64 {
+		return scan[*float64](t, pool, "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name)
 	}
 	r := dedup.Registration{Name: "billing", Group: "billing"}
-	_, err := claims.Register(t.Context(), pool, r)
-	require.NoError(t, err)
+	registered(t, pool, claims, r)
 	require.InDelta(t, 7*24*3600, *window("billing"), 0)
 	r.Window = time.Hour
-	_, err = claims.Register(t.Context(), pool, r)
-	require.NoError(t, err)
+	registered(t, pool, claims, r)
 	require.InDelta(t, 3600, *window("billing"), 0)
 	r.Window, r.Forever = 0, true
-	_, err = claims.Register(t.Context(), pool, r)
+	_, err := claims.Register(t.Context(), pool, r)
 	require.ErrorIs(t, err, dedup.ErrForeverDecided)
 	require.InDelta(t, 3600, *window("billing"), 0)
 
 	ledger := dedup.Registration{Name: "ledger", Group: "ledger", Forever: true}
-	consumer, err := claims.Register(t.Context(), pool, ledger)
-	require.NoError(t, err)
+	consumer := registered(t, pool, claims, ledger)
 	require.Nil(t, window("ledger"))
 	id := uuid.New()
 	require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
 	require.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, id))
-	var rows int
-	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_forever").Scan(&rows))
-	require.Equal(t, 1, rows)
+	require.Equal(t, 1, pgtest.Count(t, pool, "SELECT count(*) FROM effectonce.processed_forever"))
 	ledger.Forever = false
 	_, err = claims.Register(t.Context(), pool, ledger)
 	require.ErrorIs(t, err, dedup.ErrForeverDecided)
@@ -174,15 +157,12 @@ func TestConfiguredSchemaIsUsed(t *testing.T) {
 
 	claims, err := dedup.New(dedup.Config{Schema: "tenant_7"})
 	require.NoError(t, err)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
-	require.NoError(t, err)
+	consumer := registered(t, pool, claims, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 	id := newIDs(t, 1)[0]
 	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
 	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, id))
 	for _, version := range []int64{3, 4} {
 		require.True(t, fenceAlone(t, pool, claims, "order-1", version))
 	}
-	var rows, version int
-	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*), (SELECT version FROM tenant_7.fences) FROM tenant_7.processed_messages`).Scan(&rows, &version))
-	assert.Equal(t, []int{1, 4}, []int{rows, version})
+	assert.Equal(t, []int{1, 4}, scan[[]int](t, conn, `SELECT array[count(*), (SELECT version FROM tenant_7.fences)] FROM tenant_7.processed_messages`))
 }

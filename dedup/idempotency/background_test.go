@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
@@ -48,28 +50,23 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 		passes(t, pool, 11*time.Hour)
 		_, err := flow.Complete(t.Context())
 		require.ErrorIs(t, err, idempotency.ErrAbandoned)
-		_, err = flow.Do(t.Context(), key("k"), nil)
-		require.ErrorIs(t, err, idempotency.ErrAbandoned)
+		do(t, flow, "k", idempotency.ErrAbandoned)
 	}
 	abandons()
 	require.Equal(t, 1, effects(t, pool, "reserve k"))
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE 'phase "stock"%away; then: phase "stock" was not done within%'`))
 	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', phase_since = clock_timestamp()`) // as a person does
 	require.NoError(t, err)
-	_, err = flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, errAway)
+	do(t, flow, "k", errAway)
 	abandons()
 	asked := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{GiveUpAfter: 10 * time.Hour}, []idempotency.Phase[payment]{
 		calls(false, func(*step) error { return errSilent }), ends("ship"),
 	})
 	for range 2 { // the age of the call counts
-		_, err = asked.Do(t.Context(), key("asked"), nil)
-		require.ErrorIs(t, err, errSilent)
+		do(t, asked, "asked", errSilent)
 		passes(t, pool, 9*time.Hour)
 	}
-	once := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		calls(true, func(*step) error { return nil }), ends("ship"),
-	})
+	once := flowOf(t, pool, calls(true, func(*step) error { return nil }), ends("ship"))
 	_, err = once.Do(t.Context(), key("asked"), nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate, "a later release must not repeat the call")
 }
@@ -80,16 +77,14 @@ func TestPauseGrowsWithTheAge(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Minute}, []idempotency.Phase[payment]{
-		{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }},
+		nothing("reserve"),
 		{Name: "stock", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
 		ends("ship"),
 	})
 	for _, c := range [][2]time.Duration{{0, time.Minute}, {10 * time.Minute, 10 * time.Minute}, {10 * time.Hour, 100 * time.Minute}} {
 		passes(t, pool, c[0])
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		require.ErrorIs(t, err, errAway)
-		var pause float64
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT extract(epoch FROM retry_at - clock_timestamp())::float8 FROM effectonce.idempotency_keys`).Scan(&pause))
+		do(t, flow, "k", errAway)
+		pause := scan[float64](t, pool, `SELECT extract(epoch FROM retry_at - clock_timestamp())::float8 FROM effectonce.idempotency_keys`)
 		require.InDelta(t, c[1].Seconds(), pause, 50)
 	}
 }
@@ -111,10 +106,8 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	short := newOperation(t, pool, idempotency.Config{Window: time.Minute})
 	forever, err := idempotency.New(pool, idempotency.Config{Operation: "ledger", Forever: true})
 	require.NoError(t, err)
-	_, err = short.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	_, err = forever.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
+	insert(t, short, "a")
+	insert(t, forever, "a")
 	b.refuse = 1
 	flow := newFlow(t, short, idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
 	_, err = flow.Do(t.Context(), key("unfinished"), nil)
@@ -124,9 +117,7 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, idempotency.Reaped{Forgotten: 1, Doubted: 1}, reap(t, pool))
 	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
-	response, err := short.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	require.False(t, response.Replayed, "it was forgotten, so it is executed again")
+	require.False(t, insert(t, short, "a").Replayed, "it was forgotten, so it is executed again")
 	forgotten, err := forever.ForgetScope(t.Context(), key("a").Scope)
 	require.NoError(t, err)
 	require.EqualValues(t, 2, forgotten, "of both operations, and no unfinished one")
@@ -145,7 +136,7 @@ func TestFlowsThatNothingCanFinish(t *testing.T) {
 		require.Error(t, err)
 	}
 	fails := idempotency.Phase[payment]{Name: "fails", Write: func(context.Context, pgx.Tx, *step) error { return failure }}
-	done := idempotency.Phase[payment]{Name: "done", Write: func(context.Context, pgx.Tx, *step) error { return nil }}
+	done := nothing("done")
 	do("nothing", fails, ends("ship"))
 	do("called", calls(false, func(*step) error { return errSilent }), ends("ship"))
 	do("begun", done, fails, ends("ship"))
@@ -177,9 +168,7 @@ func TestBrokenConnectionLeavesOneEffect(t *testing.T) {
 		_, err := o.Once(ctx, key(at), insertOnce(at))
 		require.Error(t, err, at)
 		require.Equal(t, at != crashpoint.KeyClaimed, errors.Is(err, idempotency.ErrUnanswered), "%s: %v", at, err)
-		response, err := o.Once(t.Context(), key(at), insertOnce(at))
-		require.NoError(t, err)
-		require.False(t, response.Replayed)
+		require.False(t, insert(t, o, at).Replayed)
 		require.Equal(t, 1, effects(t, pool, at))
 	}
 }
@@ -189,21 +178,16 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 	longtest.Only(t, "a limit of three seconds")
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(3600); RETURN NULL; END $$;
+	execute(t, pool, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(3600); RETURN NULL; END $$;
 		CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'slow') EXECUTE FUNCTION slow()`)
-	require.NoError(t, err)
 	// The server's statement_timeout does not count while COMMIT runs deferred triggers, or waits
 	// for a standby.
 	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 3 * time.Second})
-	_, err = o.Once(t.Context(), key("slow"), insertOnce("slow"))
-	require.ErrorIs(t, err, idempotency.ErrUnanswered)
-	_, err = o.Once(t.Context(), key("slow"), insertOnce("slow"))
-	require.ErrorIs(t, err, idempotency.ErrInProgress)
-	_, err = pool.Exec(t.Context(), `SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND query = 'COMMIT'`)
-	require.NoError(t, err)
+	once(t, o, "slow", idempotency.ErrUnanswered, insertOnce("slow"))
+	once(t, o, "slow", idempotency.ErrInProgress, insertOnce("slow"))
+	execute(t, pool, `SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND query = 'COMMIT'`)
 	require.Zero(t, effects(t, pool, "slow"))
-	_, err = o.Once(t.Context(), key("slow"), insertOnce("fast"))
-	require.NoError(t, err)
+	once(t, o, "slow", nil, insertOnce("fast"))
 }
 
 // Property: outcomes, recovery points and the record of a call that must not be repeated are
@@ -211,28 +195,25 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 func TestWhatIsActedOnIsDurable(t *testing.T) {
 	t.Parallel()
 	wide, b := newPool(t), newBank(t)
-	_, err := wide.Exec(t.Context(), `CREATE FUNCTION durable() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+	execute(t, wide, `CREATE FUNCTION durable() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
 		IF current_setting('synchronous_commit') <> 'on' AND (NEW.state = 'finished' OR NEW.calling IS NOT NULL AND (NEW.calling, NEW.call) IS DISTINCT FROM (OLD.calling, OLD.call) OR NEW.phases <> OLD.phases) THEN
 			RAISE EXCEPTION 'not durable: % % %', NEW.state, NEW.calling, NEW.phases; END IF;
 		RETURN NEW; END $$;
 		CREATE TRIGGER durable BEFORE UPDATE ON effectonce.idempotency_keys FOR EACH ROW EXECUTE FUNCTION durable()`)
-	require.NoError(t, err)
 	config := wide.Config()
 	config.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
 	pool := pgtest.PoolOf(t, config)
 	op := newOperation(t, pool, idempotency.Config{})
-	_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
-	require.NoError(t, err)
-	_, err = op.Once(t.Context(), key("set"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	insert(t, op, "once")
+	once(t, op, "set", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `SET LOCAL synchronous_commit = off`)
 		return idempotency.Response{Status: 201}, err
 	})
-	require.NoError(t, err)
 	cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 		return u.Continue(u.State), nil
 	}}
 	phases := paymentPhases(b.URL, true)
-	_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key("flow"), nil)
+	_, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key("flow"), nil)
 	require.NoError(t, err)
 	for value, failure := range map[string]error{
 		"declined": idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined")),
@@ -244,11 +225,8 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	}
 	passes(t, wide, time.Minute)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
-	decided, err := flow.Reconcile(t.Context())
-	require.NoError(t, err)
-	require.Equal(t, 1, decided)
-	_, err = flow.Do(t.Context(), key("unknown"), nil)
-	require.NoError(t, err)
+	reconciles(t, flow, 1)
+	do(t, flow, "unknown", nil)
 	require.Equal(t, 5, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
 }
 
@@ -266,12 +244,10 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 		_, err := flow.Do(t.Context(), key(fmt.Sprint("k", i)), []byte("100"))
 		require.ErrorIs(t, err, errAway)
 	}
-	_, err := forClient.Do(t.Context(), key("client"), nil)
-	require.ErrorIs(t, err, errAway)
+	do(t, forClient, "client", errAway)
 	passes(t, pool, time.Minute)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 hour' WHERE key = 'k0';
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 hour' WHERE key = 'k0';
 		UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + interval '1 hour' WHERE key = 'k1'`)
-	require.NoError(t, err)
 	var finished atomic.Int64
 	testwait.True(t, "all are finished", func() bool {
 		var group sync.WaitGroup
@@ -324,6 +300,16 @@ func TestWrongSettings(t *testing.T) {
 		_, err := idempotency.NewFlow(newOperation(t, pool, c.op), c.cfg, c.phase)
 		require.ErrorContains(t, err, want)
 	}
+	_, err = idempotency.NewFlow(newOperation(t, pool, idempotency.Config{}), flow{
+		Ledgers: map[string]idempotency.Ledger{"ship": &ledger{}, "charge": nil, "other": &ledger{}},
+	}, calls(true, func(*step) error { return nil }), ends("ship"))
+	for _, ledger := range []string{`Ledgers "ship"`, `Ledgers "other"`, `Ledgers "charge"`} { // the first makes no call
+		require.ErrorContains(t, err, ledger)
+	}
+	op := newOperation(t, pool, idempotency.Config{})
+	newFlow(t, op, flow{}, []idempotency.Phase[payment]{ends("ship")})
+	_, err = idempotency.NewFlow(op, flow{}, ends("ship"))
+	require.ErrorContains(t, err, `operation "order" has a flow already`)
 	require.Panics(t, func() { key("k").ChildID("charge") })
 	whole := newOperation(t, pool, idempotency.Config{}).Key("tenant", "k", idempotency.Fingerprint{})
 	require.Equal(t, idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge"), whole.ChildID("charge"))
@@ -368,10 +354,9 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	pool := newPool(t)
 	var log bytes.Buffer
 	o := newOperation(t, pool, idempotency.Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
-	_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
+	execute(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
 		SELECT 't', 'order', n::text, sha256('x'), CASE WHEN n > 1000 THEN 'finished' ELSE 'running' END, CASE WHEN n > 1000 THEN 201 END, clock_timestamp() - interval '1 hour' + n * interval '1 s' FROM generate_series(1, 20000) n;
 		UPDATE effectonce.idempotency_keys SET flow = 'f', phases = '{begun}' WHERE key::int <= 1000`)
-	require.NoError(t, err)
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	pgtest.Exec(t, conn.Conn(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() + interval '1 hour' WHERE key::int > 1010`)
@@ -424,14 +409,12 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 		_, err := f.Do(t.Context(), key("k0"), []byte("100"))
 		require.ErrorIs(t, err, errAway)
 	}
-	_, err := op.Once(t.Context(), key("old"), insertOnce("old"))
-	require.NoError(t, err)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() WHERE key = 'old';
+	insert(t, op, "old")
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() WHERE key = 'old';
 		INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, attempts, locked_by, request, flow, sealed)
 		SELECT scope, operation, 'k' || n, fingerprint, 'running', 1, locked_by, '100', flow, sealed FROM effectonce.idempotency_keys, generate_series(1, 29) n WHERE key = 'k0' AND operation = 'order';
 		INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, locked_by, flow)
 		SELECT scope, operation, 'doubt', fingerprint, 'indeterminate', locked_by, flow FROM effectonce.idempotency_keys WHERE key = 'k0' AND operation = 'order'`)
-	require.NoError(t, err)
 	away.Store(false)
 	var group sync.WaitGroup
 	group.Go(func() { flow.Run(ctx) })
@@ -463,4 +446,88 @@ func TestUnreachableDatabaseIsReported(t *testing.T) {
 	}
 	_, err := newFlow(t, newOperation(t, pgtest.NoPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")}).Reconcile(t.Context())
 	require.ErrorContains(t, err, "FlowConfig.Reconcile is not set")
+}
+
+// ledger is what a foreign system says that it did.
+type ledger struct {
+	acted  []uuid.UUID
+	since  time.Time
+	during func()
+	err    error
+}
+
+func (l *ledger) References(_ context.Context, since time.Time) ([]uuid.UUID, error) {
+	l.since = since
+	if l.during != nil {
+		l.during()
+	}
+	return l.acted, l.err
+}
+
+// Property: a comparison reports each call that one side has and the other has not, and nothing else:
+// not a call that is under way, nor one that was made after the list was, nor one that is older than it.
+func TestCompareFindsWhatDiffers(t *testing.T) {
+	t.Parallel()
+	pool, said, l := newPool(t), &bytes.Buffer{}, &ledger{}
+	child := func(value string) uuid.UUID {
+		k := key(value)
+		k.Operation = "order"
+		return k.ChildID("charge")
+	}
+	failure := error(nil)
+	compared := make(chan map[idempotency.DifferenceKind]int, 9)
+	o := newOperation(t, pool, idempotency.Config{Window: 4 * time.Hour, Logger: slog.New(slog.NewTextHandler(said, nil)), Hooks: idempotency.Hooks{
+		Compared: func(operation, phase string, differences map[idempotency.DifferenceKind]int) {
+			require.Equal(t, []string{"order", "charge"}, []string{operation, phase})
+			compared <- differences
+		},
+	}})
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{Ledgers: map[string]idempotency.Ledger{"charge": l}, Every: 10 * time.Millisecond, CompareEvery: time.Second},
+		[]idempotency.Phase[payment]{calls(true, func(*step) error { return failure }), ends("ship")})
+	for _, value := range []string{"both", "here", "late", "old", "fresh"} {
+		do(t, flow, value, nil)
+	}
+	failure = errAway
+	for _, value := range []string{"doubt", "nowhere"} {
+		do(t, flow, value, idempotency.ErrIndeterminate)
+	}
+	failure = idempotency.NotDone(errAway)
+	do(t, flow, "under way", errAway)
+	passes(t, pool, time.Hour)
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = finished_at - interval '1 hour';
+		UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 hour' WHERE key = 'old'`)
+	stranger := uuid.New()
+	l.acted = []uuid.UUID{child("both"), child("both"), child("doubt"), child("under way"), stranger}
+	l.during = func() { // its call is made after the list was
+		execute(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = clock_timestamp() WHERE key IN ('late', 'fresh')`)
+	}
+	found, err := flow.Compare(t.Context(), "charge", l)
+	require.NoError(t, err)
+	begins := scan[time.Time](t, pool, `SELECT clock_timestamp() - interval '2 hours'`) // by the database's clock
+	require.WithinDuration(t, begins, l.since, time.Minute, "half of the window")
+	kinds := map[uuid.UUID]idempotency.DifferenceKind{}
+	for _, d := range found {
+		kinds[d.Reference] = d.Kind
+		require.Equal(t, d.Kind == idempotency.ActedForNoKey, d.Key.Value == "")
+	}
+	require.Equal(t, map[uuid.UUID]idempotency.DifferenceKind{
+		child("here"): idempotency.DidNotAct, child("doubt"): idempotency.ActedNotDone, stranger: idempotency.ActedForNoKey,
+	}, kinds)
+
+	_, err = flow.Compare(t.Context(), "charge", &ledger{err: errors.New("no statement today")})
+	require.ErrorContains(t, err, "no statement today")
+	_, err = flow.Compare(t.Context(), "ship", l)
+	require.ErrorContains(t, err, `"ship" makes no call`)
+	for range 150 { // a list of something else: the log stays short
+		l.acted = append(l.acted, uuid.New())
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	over := make(chan struct{})
+	go func() { defer close(over); flow.Run(ctx) }()
+	require.Equal(t, map[idempotency.DifferenceKind]int{idempotency.DidNotAct: 1, idempotency.ActedForNoKey: 151, idempotency.ActedNotDone: 1}, testwait.Chan(t, "the job", compared))
+	stop()
+	testwait.Chan(t, "the loops end", over)
+	require.Contains(t, said.String(), child("here").String())
+	require.Equal(t, 100, strings.Count(said.String(), "kind=acted_for_no_key")/(1+len(compared)))
 }

@@ -1,18 +1,15 @@
 package idempotency_test
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
-	"strings"
+	"runtime"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,7 +19,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -132,138 +130,101 @@ func newFlow(t *testing.T, op *idempotency.Operation, cfg idempotency.FlowConfig
 	return f
 }
 
-// transfers is a flow of one phase that is AtMostOnce.
-func transfers(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context, key string) error) *idempotency.Flow[payment] {
+// flowOf is a flow of a program of its own.
+func flowOf(t *testing.T, pool *pgxpool.Pool, phases ...idempotency.Phase[payment]) *idempotency.Flow[payment] {
 	t.Helper()
-	return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{CallMax: 2 * time.Second}, []idempotency.Phase[payment]{
-		{Name: "transfer", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[payment]) error {
-			step.Finish(idempotency.Response{Status: http.StatusCreated})
-			return call(ctx, step.ChildID().String())
-		}},
-	})
+	return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
 }
 
-// ask sends a request without regard to its answer.
-func ask(ctx context.Context, client *http.Client, method, address, key string) error {
-	r, err := http.NewRequestWithContext(ctx, method, address, strings.NewReader("100"))
-	if err != nil {
-		return err
-	}
-	r.Header.Set("Idempotency-Key", key)
-	response, err := client.Do(r)
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(io.Discard, response.Body)
-	return errors.Join(err, response.Body.Close())
+// do makes a request without a body. It has to fail with the error that is wanted, or with none.
+func do(t *testing.T, flow *idempotency.Flow[payment], value string, want error) idempotency.Response {
+	t.Helper()
+	response, err := flow.Do(t.Context(), key(value), nil)
+	require.ErrorIs(t, err, want)
+	return response
 }
 
-// closed refuses connections: its port is reserved. A port that a listener gave back may be another
-// test's.
-const closed = "http://127.0.0.1:1"
-
-// vanishing is a bank that acts at the second request of its first connection, and then is gone:
-// the connection closes without an answer, and later ones are refused.
-func vanishing(t *testing.T) (address string, acted *atomic.Int64) {
+// reconciles has a flow decide about as many keys.
+func reconciles(t *testing.T, flow *idempotency.Flow[payment], want int) {
 	t.Helper()
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	decided, err := flow.Reconcile(t.Context())
 	require.NoError(t, err)
-	acted = &atomic.Int64{}
-	var group sync.WaitGroup
-	group.Go(func() {
-		conn, err := listener.Accept()
-		if err != nil {
-			return
-		}
-		defer func() { assert.NoError(t, conn.Close()) }()
-		reader := bufio.NewReader(conn)
-		for {
-			r, err := http.ReadRequest(reader)
-			if err != nil {
-				return
-			}
-			if _, err := io.Copy(io.Discard, r.Body); err != nil {
-				return
-			}
-			if r.Method == http.MethodPost {
-				acted.Add(1)
-				_ = listener.Close()
-				return
-			}
-			if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"); err != nil {
-				return
-			}
-		}
-	})
-	t.Cleanup(func() {
-		_ = listener.Close()
-		group.Wait()
-	})
-	return "http://" + listener.Addr().String(), acted
+	require.Equal(t, want, decided)
 }
 
-// Property: a bank that cannot be reached leaves no key for a person if the client sends once: it
-// refuses, or has no name. When the bank is back, each key is paid once. Row H26 of guarantees.md.
-func TestDeadBankLeavesKeysFree(t *testing.T) {
-	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	names := &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no name server") }}
-	for _, address := range []string{closed, "http://bank.invalid."} {
-		base := &http.Transport{DialContext: (&net.Dialer{Resolver: names}).DialContext}
-		transport, err := keyclient.NewTransport(base, keyclient.TransportConfig{})
+// requirePaidOnce retries with the same key, as a client does, and checks everything that may exist
+// once.
+func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
+	t.Helper()
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	for range 2 {
+		response, err := flow.Do(t.Context(), key("k"), []byte("100"))
 		require.NoError(t, err)
-		for how, client := range map[string]*http.Client{"Single": {Transport: keyclient.Single(base)}, "Transport": {Transport: transport}} {
-			back := false
-			flow := transfers(t, pool, func(ctx context.Context, key string) error {
-				if back {
-					return ask(ctx, http.DefaultClient, http.MethodPost, b.URL, key)
-				}
-				return ask(ctx, client, http.MethodPost, address, key)
-			})
-			for range 2 {
-				_, err = flow.Do(t.Context(), key(address+how), nil)
-				require.Error(t, err)
-				require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
-			}
-			back = true
-			_, err = flow.Do(t.Context(), key(address+how), nil)
-			require.NoError(t, err)
-		}
+		require.Equal(t, 201, response.Status)
+		require.Regexp(t, `^order \d+, charge-1$`, string(response.Body))
 	}
-	asked, charges := b.counts()
-	require.Equal(t, []int{4, 4}, []int{asked, charges})
+	_, charges := b.counts()
+	require.Equal(t, 1, charges)
+	for _, phase := range []string{"reserve", "charge", "book"} {
+		require.Equal(t, 1, effects(t, pool, phase+" k"), phase)
+	}
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND phases = '{reserve,charge,book}'`))
 }
 
-// unsent is an error that says, wrongly, that nothing was sent.
-type unsent struct{ error }
+// dies makes the request "k" to a worker that ends at a point: its lock stays, as that of a process that
+// is killed does.
+func dies(t *testing.T, flow *idempotency.Flow[payment], at string) {
+	t.Helper()
+	died := make(chan struct{})
+	go func() {
+		defer close(died)
+		_, _ = flow.Do(crashpoint.With(t.Context(), func(point string) {
+			if point == at {
+				runtime.Goexit()
+			}
+		}), key("k"), []byte("100"))
+	}()
+	testwait.Chan(t, "the worker dies", died)
+}
 
-func (unsent) NotSent() bool { return true }
-
-// Property: a refused connection proves nothing if a request was sent before: by net/http, which
-// tries another connection by itself, or by the call, to another system. The key is in doubt, and the
-// bank has acted at most once. NotDone is the caller's promise, and counts. Row H26 of guarantees.md.
-func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
+// Property: where the foreign system does not deduplicate, a call that a worker may have made when
+// it died is never made again by itself: the key becomes indeterminate, until a person or the
+// reconciler decides.
+func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	base := &http.Transport{}
-	t.Cleanup(base.CloseIdleConnections)
-	address, acted := vanishing(t)
-	plain, single := &http.Client{Transport: base}, &http.Client{Transport: keyclient.Single(base)}
-	for name, call := range map[string]func(ctx context.Context, key string) error{
-		"resent by net/http": func(ctx context.Context, key string) error {
-			warm := ask(context.WithoutCancel(t.Context()), plain, http.MethodGet, address, key) //nolint:contextcheck // as if it were before the call
-			return errors.Join(warm, unsent{ask(ctx, plain, http.MethodPost, address, key)})
-		},
-		"after another request": func(ctx context.Context, key string) error {
-			return errors.Join(ask(ctx, http.DefaultClient, http.MethodGet, b.URL, key), ask(ctx, single, http.MethodPost, closed, key))
-		},
-		"by the caller's word": func(ctx context.Context, key string) error {
-			return errors.Join(ask(ctx, http.DefaultClient, http.MethodGet, b.URL, key), idempotency.NotDone(ask(ctx, single, http.MethodPost, closed, key)))
-		},
-	} {
-		_, err := transfers(t, pool, call).Do(t.Context(), key(name), nil)
-		require.ErrorContains(t, err, "refused")
-		require.Equal(t, name != "by the caller's word", errors.Is(err, idempotency.ErrIndeterminate), "%v", err)
+	for at, asked := range map[string]int{crashpoint.KeyCalling: 0, crashpoint.KeyCalled: 1} {
+		happened := asked == 1
+		t.Run(at, func(t *testing.T) {
+			t.Parallel()
+			pool, b := newPool(t), newBank(t)
+			dies(t, newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Second}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, true)), at)
+			require.Equal(t, "running", stateOf(t, pool, "k"))
+			cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+				assert.Equal(t, "charge", u.Phase)
+				assert.Equal(t, "k", u.Key.Value)
+				assert.Positive(t, u.State.Order)
+				if happened {
+					return u.Continue(u.State), nil
+				}
+				return idempotency.DidNotHappen(), nil
+			}}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), cfg, paymentPhases(b.URL, true))
+			for range 3 {
+				do(t, flow, "k", idempotency.ErrIndeterminate)
+			}
+			made, _ := b.counts()
+			require.Equal(t, asked, made)
+			passes(t, pool, time.Minute)
+			reconciles(t, flow, 1)
+			require.False(t, do(t, flow, "k", nil).Replayed)
+			made, _ = b.counts()
+			if happened {
+				require.Equal(t, asked, made)
+			} else {
+				require.Equal(t, asked+1, made)
+			}
+			reconciles(t, flow, 0)
+		})
 	}
-	require.EqualValues(t, 1, acted.Load())
 }

@@ -21,10 +21,9 @@ import (
 )
 
 // stateOf is the state of a key.
-func stateOf(t *testing.T, pool *pgxpool.Pool, value string) (state string) {
+func stateOf(t *testing.T, pool *pgxpool.Pool, value string) string {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value).Scan(&state))
-	return state
+	return scan[string](t, pool, `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value)
 }
 
 type step = idempotency.Step[payment]
@@ -45,6 +44,19 @@ func ends(name string) idempotency.Phase[payment] {
 	}}
 }
 
+// nothing is a phase that writes nothing.
+func nothing(name string) idempotency.Phase[payment] {
+	return idempotency.Phase[payment]{Name: name, Write: func(context.Context, pgx.Tx, *step) error { return nil }}
+}
+
+// states is a phase that executes a statement.
+func states(name, sql string) idempotency.Phase[payment] {
+	return idempotency.Phase[payment]{Name: name, Write: func(ctx context.Context, tx pgx.Tx, _ *step) error {
+		_, err := tx.Exec(ctx, sql)
+		return err
+	}}
+}
+
 // Property: Strict makes no outcome of a failure behind a call of which was decided that it happened:
 // what it writes, and the phases behind it, follow. An outcome that cannot be stored frees the key.
 func TestStrictContinuesWhatHappened(t *testing.T) {
@@ -60,14 +72,11 @@ func TestStrictContinuesWhatHappened(t *testing.T) {
 	}
 	cfg := idempotency.Config{Lock: time.Hour, Strict: true, Failed: func(error) idempotency.Response { return idempotency.Response{Status: 100} }}
 	flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charge, ends("ship")})
+	do(t, flow, "k", idempotency.ErrIndeterminate)
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
 	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
-	require.NoError(t, err)
-	_, err = flow.Do(t.Context(), key("k"), nil)
 	require.ErrorContains(t, err, "a bug")
-	response, err := flow.Do(t.Context(), key("k"), nil)
-	require.NoError(t, err)
+	response := do(t, flow, "k", nil)
 	require.Equal(t, []int{201, 1, 1}, []int{response.Status, effects(t, pool, "charge"), effects(t, pool, "ship")})
 	charge.AtMostOnce = false
 	flow = newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charge, ends("ship")})
@@ -88,11 +97,9 @@ func TestDoubtIsNoConflict(t *testing.T) {
 		ran++
 		return idempotency.Indeterminate(&pgconn.PgError{Code: "40001"})
 	}
-	_, err := o.Once(t.Context(), key("once"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, unknown() })
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	once(t, o, "once", idempotency.ErrIndeterminate, func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, unknown() })
 	flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "charge", Write: func(context.Context, pgx.Tx, *step) error { return unknown() }}, ends("ship")})
-	_, err = flow.Do(t.Context(), key("flow"), nil)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	do(t, flow, "flow", idempotency.ErrIndeterminate)
 	require.Equal(t, 2, ran)
 	for _, value := range []string{"once", "flow"} {
 		require.Equal(t, "indeterminate", stateOf(t, pool, value))
@@ -105,15 +112,12 @@ func TestWindowBeginsWithTheOutcome(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	o := newOperation(t, pool, idempotency.Config{Window: time.Minute})
-	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	once(t, o, "k", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '2 minutes'`) // as if it had taken so long
 		return idempotency.Response{Status: 201}, errors.Join(err, effect(ctx, tx, "k"))
 	})
-	require.NoError(t, err)
 	require.Zero(t, reap(t, pool))
-	response, err := o.Once(t.Context(), key("k"), insertOnce("k"))
-	require.NoError(t, err)
-	require.True(t, response.Replayed)
+	require.True(t, insert(t, o, "k").Replayed)
 }
 
 // Property: an error that is not valid text, as foreign systems may return, neither keeps a key
@@ -121,19 +125,17 @@ func TestWindowBeginsWithTheOutcome(t *testing.T) {
 func TestErrorsOfAnyBytes(t *testing.T) {
 	t.Parallel()
 	pool, garbage := newPool(t), errors.New("bank says \xff\x00\xfe"+strings.Repeat("\xff", 3000))
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+	flow := flowOf(t, pool,
 		calls(false, func(s *step) error {
 			if s.Key.Value == "doubt" {
 				return idempotency.Indeterminate(garbage)
 			}
 			return garbage
 		}), ends("ship"),
-	})
-	_, err := flow.Do(t.Context(), key("doubt"), nil)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	)
+	do(t, flow, "doubt", idempotency.ErrIndeterminate)
 	require.Equal(t, "indeterminate", stateOf(t, pool, "doubt"))
-	_, err = flow.Do(t.Context(), key("failed"), nil)
-	require.ErrorIs(t, err, garbage)
+	do(t, flow, "failed", garbage)
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'failed' AND locked_until IS NULL AND error LIKE 'call of phase "charge": bank says %'`))
 }
 
@@ -151,8 +153,7 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 			return answer(), nil
 		},
 	}, []idempotency.Phase[payment]{calls(true, func(*step) error { return errAway }), ends("ship")})
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	do(t, flow, "k", idempotency.ErrIndeterminate)
 	reconcile := func(passed time.Duration, decided, calls int, problem string) {
 		passes(t, pool, passed)
 		got, err := flow.Reconcile(t.Context())
@@ -166,8 +167,7 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	reconcile(0, 0, 2, "")
 	taken := `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1` // by a person, meanwhile: the decision does not count
 	answer = func() idempotency.Decision {
-		_, err := pool.Exec(t.Context(), taken)
-		require.NoError(t, err)
+		execute(t, pool, taken)
 		return idempotency.DidNotHappen()
 	}
 	reconcile(time.Hour, 0, 3, "")
@@ -190,16 +190,11 @@ func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
 	unknown := func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		return idempotency.Response{}, idempotency.Indeterminate(errAway)
 	}
-	_, err := o.Once(t.Context(), key("unknown"), unknown)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	_, err = flow.Do(t.Context(), key("of the flow"), nil)
-	require.ErrorIs(t, err, errAway)
-	_, err = o.Once(t.Context(), key("of the flow"), unknown)
-	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	once(t, o, "unknown", idempotency.ErrIndeterminate, unknown)
+	do(t, flow, "of the flow", errAway)
+	once(t, o, "of the flow", idempotency.ErrUnknownRecoveryPoint, unknown)
 	passes(t, pool, time.Hour)
-	decided, err := flow.Reconcile(t.Context())
-	require.NoError(t, err)
-	require.Zero(t, decided)
+	reconciles(t, flow, 0)
 }
 
 // Property: a statement of a goroutine that outlives the work runs in no other transaction: nothing
@@ -223,8 +218,7 @@ func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
 	require.ErrorContains(t, err, "two goroutines")
 	testwait.Chan(t, "the statement is cut off", over)
 	require.Zero(t, effects(t, pool, "k"))
-	_, err = o.Once(t.Context(), key("k"), insertOnce("k"))
-	require.NoError(t, err)
+	insert(t, o, "k")
 	require.Equal(t, 1, effects(t, pool, "k"))
 }
 
@@ -233,23 +227,16 @@ func TestSessionsOfTheWorkAreNotUsedAgain(t *testing.T) {
 	t.Parallel()
 	pool := poolOf(t, newPool(t), 1)
 	o := newOperation(t, pool, idempotency.Config{})
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Operation: "flow"}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, _ *step) error {
-			_, err := tx.Exec(ctx, `SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY`)
-			return err
-		}}, ends("flow"),
-	})
+	flow := flowOf(t, pool, states("reserve", `SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY`), ends("flow"))
 	for value, failure := range map[string]error{"committed": nil, "rolled back": errAway} {
 		_, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 			_, err := tx.Exec(ctx, `SELECT pg_catalog.set_config('search_path', 'elsewhere', false)`)
 			return idempotency.Response{Status: 201}, errors.Join(err, failure)
 		})
 		require.Equal(t, failure == nil, err == nil, err)
-		_, err = o.Once(t.Context(), key("after "+value), insertOnce("after "+value))
-		require.NoError(t, err)
+		insert(t, o, "after "+value)
 	}
-	_, err := flow.Do(t.Context(), idempotency.Key{Scope: "tenant", Value: "k"}, nil)
-	require.NoError(t, err)
+	do(t, flow, "k", nil)
 	require.Equal(t, 1, effects(t, pool, "flow"))
 }
 
@@ -259,31 +246,22 @@ func TestRoleOfTheWorkEndsWithIt(t *testing.T) {
 	t.Parallel()
 	wide := newPool(t)
 	role := pgtest.RolePrefix(t, wide.Config().ConnString()) + "_tenant"
-	_, err := wide.Exec(t.Context(), `CREATE ROLE `+role+`; GRANT INSERT ON effects TO `+role)
-	require.NoError(t, err)
+	execute(t, wide, `CREATE ROLE `+role+`; GRANT INSERT ON effects TO `+role)
 	pool := poolOf(t, wide, 1)
 	o := newOperation(t, pool, idempotency.Config{})
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Operation: "flow"}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, _ *step) error {
-			_, err := tx.Exec(ctx, `SET LOCAL ROLE `+role)
-			return err
-		}}, ends("flow"),
-	})
+	flow := flowOf(t, pool, states("reserve", `SET LOCAL ROLE `+role), ends("flow"))
 	for _, as := range []string{`SET LOCAL ROLE ` + role, `SELECT pg_catalog.set_config('role', '` + role + `', true)`, `SET ROLE ` + role} {
-		_, err := o.Once(t.Context(), key(as), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		once(t, o, as, nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 			if _, err := tx.Exec(ctx, as); err != nil {
 				return idempotency.Response{}, err
 			}
 			return insertOnce(as)(ctx, tx)
 		})
-		require.NoError(t, err, as)
 		require.Equal(t, 1, effects(t, wide, as))
-		var who string
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT current_user`).Scan(&who))
+		who := scan[string](t, pool, `SELECT current_user`)
 		require.NotEqual(t, role, who, as)
 	}
-	_, err = flow.Do(t.Context(), idempotency.Key{Scope: "tenant", Value: "k"}, nil)
-	require.NoError(t, err)
+	do(t, flow, "k", nil)
 	require.Equal(t, 1, effects(t, wide, "flow"))
 }
 
@@ -330,13 +308,10 @@ func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 func TestHappenedWithoutWriteIsForAPerson(t *testing.T) {
 	t.Parallel()
 	pool, asked := newPool(t), 0
-	last := idempotency.Phase[payment]{Name: "charge", AtMostOnce: true, Call: func(context.Context, *step) error { asked++; return errAway }}
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{last})
+	flow := flowOf(t, pool, idempotency.Phase[payment]{Name: "charge", AtMostOnce: true, Call: func(context.Context, *step) error { asked++; return errAway }})
+	do(t, flow, "k", idempotency.ErrIndeterminate)
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
 	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
-	require.NoError(t, err)
-	_, err = flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 	require.ErrorContains(t, err, "keys finish")
 	require.Equal(t, 1, asked)
@@ -355,10 +330,10 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 		idempotency.ErrUnanswered, idempotency.ErrInvalid, &pgconn.PgError{Code: "EO003"},
 	}
 	for n, inner := range verdicts {
-		flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+		flow := flowOf(t, pool, calls(false, func(*step) error {
 			asked++
 			return fmt.Errorf("the other operation: %w", inner)
-		}), ends("ship")})
+		}), ends("ship"))
 		_, phases := flow.Do(t.Context(), key(fmt.Sprint("flow ", n)), nil)
 		_, once := o.Once(t.Context(), key(fmt.Sprint("once ", n)), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, inner })
 		for _, got := range []error{phases, once} {
@@ -377,8 +352,7 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id uuid PRIMARY KEY)`)
-	require.NoError(t, err)
+	execute(t, pool, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
 			if _, err := pool.Exec(ctx, `WITH other AS (INSERT INTO orders VALUES ($1)) SELECT effectonce.advance_key('tenant', 'order', 'k', lock_token, 'reserve', '{}') FROM effectonce.idempotency_keys`, s.ChildID()); err != nil {
@@ -388,8 +362,7 @@ func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 			return errors.Join(err, idempotency.ErrExpired) // which it takes the row for
 		}}, ends("ship"),
 	})
-	_, err = flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrLockLost)
+	do(t, flow, "k", idempotency.ErrLockLost)
 	require.Equal(t, "running", stateOf(t, pool, "k"))
 }
 
@@ -398,8 +371,7 @@ func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id uuid PRIMARY KEY)`)
-	require.NoError(t, err)
+	execute(t, pool, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
 	// By the phase that inserts under its child ID, and whether the call must not be repeated.
 	for inserts, c := range map[string]struct {
 		once  bool
@@ -426,10 +398,9 @@ func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 		}
 		charge := phase("charge")
 		charge.AtMostOnce, charge.Call = c.once, func(context.Context, *step) error { asked++; return nil }
-		flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{phase("reserve"), charge, phase("ship")})
-		_, err = flow.Do(t.Context(), key(inserts), nil)
-		require.NoError(t, err)
-		_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`) // the window is over
+		flow := flowOf(t, pool, phase("reserve"), charge, phase("ship"))
+		do(t, flow, inserts, nil)
+		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`) // the window is over
 		require.NoError(t, err)
 		response, err := flow.Do(t.Context(), key(inserts), nil)
 		require.Equal(t, c.asked, asked)
@@ -472,8 +443,7 @@ func TestFlowContinuesBehindACallThatHappened(t *testing.T) {
 			}, phases)
 		}
 		flow := transfer(false)
-		_, err := flow.Do(t.Context(), key("continues"), nil)
-		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+		do(t, flow, "continues", idempotency.ErrIndeterminate)
 		decides := func(f *idempotency.Flow[payment], want int, problem string) {
 			passes(t, pool, time.Hour)
 			decided, err := f.Reconcile(t.Context())
@@ -483,15 +453,13 @@ func TestFlowContinuesBehindACallThatHappened(t *testing.T) {
 			}
 		}
 		decides(flow, 1, "")
-		_, err = flow.Do(t.Context(), key("continues"), nil)
-		require.ErrorIs(t, err, errAway)
+		do(t, flow, "continues", errAway)
 		response, err := flow.Do(t.Context(), key("continues"), nil)
 		require.NoError(t, err, name)
 		require.Equal(t, 201, response.Status)
 		require.Equal(t, []int{1, 1, 1, 1}, []int{asked, effects(t, pool, "reserve"), effects(t, pool, "paid by ch_1"), effects(t, pool, "receipt")})
 
-		_, err = flow.Do(t.Context(), key("happened"), nil)
-		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+		do(t, flow, "happened", idempotency.ErrIndeterminate)
 		decision = idempotency.Happened(idempotency.Response{Status: 201})
 		decides(flow, 0, "would be left out")
 		decision = idempotency.UndecidedKey[payment]{}.Continue(payment{})

@@ -3,6 +3,8 @@ package idempotency_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -30,6 +32,25 @@ func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpoo
 	return other
 }
 
+// driven makes the request "k" while the test continues.
+func driven(ctx context.Context, flow *idempotency.Flow[payment]) <-chan error {
+	done := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(ctx, key("k"), nil)
+		done <- err
+	}()
+	return done
+}
+
+// holding is a transaction that ends with the test, at the latest.
+func holding(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	return tx
+}
+
 // Property: if phases changed between deployments so that those which are done do not begin the
 // list, this is detected, and nothing is run; phases added at the end are run. Row H17 of
 // guarantees.md.
@@ -50,8 +71,7 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	}
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
 	// Once does not take a key that was begun in phases.
-	_, err = op.Once(t.Context(), key("k"), insertOnce("k"))
-	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	once(t, op, "k", idempotency.ErrUnknownRecoveryPoint, insertOnce("k"))
 	added := append(whole[:2:2], idempotency.Phase[payment]{Name: "audit", Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error {
 		return effect(ctx, tx, "audit k")
 	}}, whole[2])
@@ -65,9 +85,11 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 // interrupted, so that nothing is in doubt. Rows H18, H19 of guarantees.md.
 func TestCancelledFlowCanBeResumed(t *testing.T) {
 	t.Parallel()
-	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
-		bothModes(t, at+", at most once", func(t *testing.T, atMostOnce bool) {
-			t.Helper()
+	points := []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting}
+	for n, at := range slices.Concat(points, points) {
+		atMostOnce := n < len(points)
+		t.Run(fmt.Sprint(at, ", at most once ", atMostOnce), func(t *testing.T) {
+			t.Parallel()
 			pool, b := newPool(t), newBank(t)
 			flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour, Strict: true}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
 			ctx, cancel := context.WithCancel(t.Context())
@@ -111,18 +133,11 @@ func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
 					return nil
 				}), ship,
 			})
-			_, err := flow.Do(t.Context(), key("k"), nil)
-			require.ErrorIs(t, err, errAway)
-			holder, err := pool.Begin(t.Context())
+			do(t, flow, "k", errAway)
+			holder := holding(t, pool)
+			_, err := holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE locked_until IS NULL AND phases = '{}' FOR UPDATE`)
 			require.NoError(t, err)
-			defer func() { _ = holder.Rollback(context.WithoutCancel(t.Context())) }()
-			_, err = holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE locked_until IS NULL AND phases = '{}' FOR UPDATE`)
-			require.NoError(t, err)
-			done := make(chan error, 1)
-			go func() {
-				_, err := flow.Do(t.Context(), key("k"), nil)
-				done <- err
-			}()
+			done := driven(t.Context(), flow)
 			require.NoError(t, until(t.Context(), pool, somebodyWaits))
 			_, err = holder.Exec(t.Context(), sql)
 			require.NoError(t, err)
@@ -158,24 +173,19 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	op := newOperation(t, pool, idempotency.Config{Lock: 6 * time.Second, WaitMax: time.Millisecond}) // a renewal may be seconds late
-	begun, over, done := make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
+	begun, over := make(chan struct{}, 10), make(chan struct{})
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
 		begun <- struct{}{}
 		testwait.Chan(t, "the work ends", over)
 		return nil
 	}), ends("ship")})
-	go func() {
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		done <- err
-	}()
+	done := driven(t.Context(), flow)
 	testwait.Chan(t, "the work begins", begun)
-	var first time.Time
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT locked_until FROM effectonce.idempotency_keys`).Scan(&first))
+	first := scan[time.Time](t, pool, `SELECT locked_until FROM effectonce.idempotency_keys`)
 	testwait.Equal(t, 1, "a renewal", func() int {
 		return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > $1`, first)
 	})
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrInProgress)
+	do(t, flow, "k", idempotency.ErrInProgress)
 	close(over)
 	require.NoError(t, testwait.Chan(t, "the flow ends", done))
 	require.Empty(t, begun)
@@ -201,9 +211,8 @@ func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
 		state = s.State.Order
 		return effect(ctx, tx, "declined")
 	}
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{declined, ends("ship")})
-	response, err := flow.Do(t.Context(), key("k"), nil)
-	require.NoError(t, err)
+	flow := flowOf(t, pool, declined, ends("ship"))
+	response := do(t, flow, "k", nil)
 	require.Equal(t, []any{402, int64(11), 1, 0}, []any{response.Status, state, effects(t, pool, "declined"), effects(t, pool, "ship")})
 }
 
@@ -213,10 +222,9 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 	longtest.Only(t, "a lock of real seconds")
 	t.Parallel()
 	wide := newPool(t)
-	_, err := wide.Exec(t.Context(), `CREATE TABLE renewals (late boolean NOT NULL);
+	execute(t, wide, `CREATE TABLE renewals (late boolean NOT NULL);
 		CREATE FUNCTION renewed() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO renewals VALUES (OLD.locked_until <= clock_timestamp()); RETURN NULL; END $$;
 		CREATE TRIGGER renewed AFTER UPDATE ON effectonce.idempotency_keys FOR EACH ROW WHEN (NEW.locked_until > OLD.locked_until) EXECUTE FUNCTION renewed()`)
-	require.NoError(t, err)
 	var hang atomic.Bool
 	config := wide.Config()
 	config.PrepareConn = func(ctx context.Context, _ *pgx.Conn) (bool, error) {
@@ -244,11 +252,7 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 			return ctx.Err()
 		},
 	}})
-	done := make(chan error, 1)
-	go func() {
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		done <- err
-	}()
+	done := driven(t.Context(), flow)
 	testwait.Chan(t, "the call", called)
 	testwait.True(t, "a renewal", func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 })
 	close(renewed)
@@ -262,9 +266,7 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 func TestHoldersWriteWaitsForOthers(t *testing.T) {
 	t.Parallel()
 	wide := newPool(t)
-	other, err := wide.Begin(t.Context())
-	require.NoError(t, err)
-	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	other := holding(t, wide)
 	var group sync.WaitGroup
 	op := newOperation(t, withDefault(t, wide, pgx.RepeatableRead), idempotency.Config{Lock: time.Hour})
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
@@ -274,7 +276,7 @@ func TestHoldersWriteWaitsForOthers(t *testing.T) {
 		})
 		return errors.Join(err, errAway)
 	}), ends("ship")})
-	_, err = flow.Do(t.Context(), key("k"), nil)
+	_, err := flow.Do(t.Context(), key("k"), nil)
 	group.Wait()
 	require.ErrorIs(t, err, errAway)
 	require.NotContains(t, err.Error(), "release the lock")
@@ -348,8 +350,7 @@ func TestEveryWriteOfAHolderChecksTheToken(t *testing.T) {
 			require.ErrorIs(t, err, c.want)
 			require.NotErrorIs(t, err, called)
 			require.NotEmpty(t, heirs)
-			var now string
-			require.NoError(t, pool.QueryRow(t.Context(), row).Scan(&now))
+			now := scan[string](t, pool, row)
 			require.Equal(t, heirs, now, "the key is the heir's")
 			require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
 		})
@@ -363,25 +364,21 @@ func TestTokenOfAForgottenClaimIsNoLaterOnes(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	flow := func() *idempotency.Flow[payment] { // of another process
-		return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
+		return flowOf(t, pool, ends("ship"))
 	}
-	claimed, frozen, later := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	claimed, frozen, later := make(chan struct{}), make(chan struct{}), (<-chan error)(nil)
 	first := crashpoint.With(t.Context(), func(point string) {
 		if point != crashpoint.KeyClaimed {
 			return
 		}
-		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
-		require.NoError(t, err)
+		execute(t, pool, `DELETE FROM effectonce.idempotency_keys`)
 		second := crashpoint.With(t.Context(), func(point string) {
 			if point == crashpoint.KeyClaimed {
 				close(claimed)
 				<-frozen
 			}
 		})
-		go func() {
-			_, err := flow().Do(second, key("k"), nil)
-			later <- err
-		}()
+		later = driven(second, flow())
 		<-claimed
 	})
 	_, err := flow().Do(first, key("k"), nil)

@@ -75,9 +75,7 @@ func TestHangingWorkKeepsNoTurn(t *testing.T) {
 	}()
 	testwait.Chan(t, "the request is at work", begun)
 	cancel()
-	response, err := o.Once(t.Context(), key("k"), insertOnce("k"))
-	require.NoError(t, err)
-	require.False(t, response.Replayed)
+	require.False(t, insert(t, o, "k").Replayed)
 	require.Equal(t, 1, effects(t, pool, "k"))
 }
 
@@ -178,8 +176,7 @@ func TestTurnIsPassedOn(t *testing.T) {
 func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `ALTER TABLE effectonce.idempotency_keys SET (autovacuum_enabled = false)`)
-	require.NoError(t, err)
+	execute(t, pool, `ALTER TABLE effectonce.idempotency_keys SET (autovacuum_enabled = false)`)
 	scans := func() (primary, others int) {
 		pool.Reset() // sessions that end say what they did
 		testwait.Equal(t, 0, "other sessions", func() int {
@@ -195,7 +192,7 @@ func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 	failing := func(err error) func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		return func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, err }
 	}
-	flow := newFlow(t, plain, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }}, calls(true, func(s *step) error {
+	flow := newFlow(t, plain, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{nothing("reserve"), calls(true, func(s *step) error {
 		if strings.HasPrefix(s.Key.Value, "lost") {
 			return errAway
 		}

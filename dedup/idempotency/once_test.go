@@ -25,6 +25,11 @@ import (
 	"github.com/effectonce/effectonce/internal/testwait"
 )
 
+func TestMain(m *testing.M) {
+	pgtest.SideBySide()
+	pgtest.Main(m)
+}
+
 // newPool is a database with a table for effects.
 func newPool(t *testing.T) *pgxpool.Pool {
 	t.Helper()
@@ -39,20 +44,22 @@ func newOperation(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config) *ide
 	return o
 }
 
-// bothModes tests without and with something, each with a name.
-func bothModes(t *testing.T, name string, test func(t *testing.T, with bool)) {
-	t.Helper()
-	for _, with := range []bool{false, true} {
-		t.Run(fmt.Sprintf("%s=%v", name, with), func(t *testing.T) {
-			t.Parallel()
-			test(t, with)
-		})
-	}
-}
-
 func effect(ctx context.Context, tx pgx.Tx, name string) error {
 	_, err := tx.Exec(ctx, `INSERT INTO effects (name) VALUES ($1)`, name)
 	return err
+}
+
+func execute(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+// scan is the one value that a query has.
+func scan[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (value T) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&value))
+	return value
 }
 
 func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
@@ -87,13 +94,26 @@ func insertOnce(name string) func(context.Context, pgx.Tx) (idempotency.Response
 	}
 }
 
+// once makes a request for work in one transaction. It has to fail with the error that is wanted, or with none.
+func once(t *testing.T, o *idempotency.Operation, value string, want error, work func(context.Context, pgx.Tx) (idempotency.Response, error)) idempotency.Response {
+	t.Helper()
+	response, err := o.Once(t.Context(), key(value), work)
+	require.ErrorIs(t, err, want, value)
+	return response
+}
+
+// insert makes a request with one effect, which bears the key's name.
+func insert(t *testing.T, o *idempotency.Operation, value string) idempotency.Response {
+	t.Helper()
+	return once(t, o, value, nil, insertOnce(value))
+}
+
 // Property: a serialization failure is tried again at once, a bounded number of times. Row H20 of
 // guarantees.md.
 func TestConflictsAreTriedAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE hot (n int); INSERT INTO hot VALUES (0)`)
-	require.NoError(t, err)
+	execute(t, pool, `CREATE TABLE hot (n int); INSERT INTO hot VALUES (0)`)
 	o := newOperation(t, pool, idempotency.Config{Isolation: pgx.Serializable})
 	var group sync.WaitGroup
 	for i := range 8 {
@@ -109,7 +129,7 @@ func TestConflictsAreTriedAgain(t *testing.T) {
 	require.Equal(t, 8, count(t, pool, `SELECT n FROM hot`))
 
 	runs := 0
-	_, err = o.Once(t.Context(), key("never"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
+	_, err := o.Once(t.Context(), key("never"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
 		runs++
 		return idempotency.Response{}, &pgconn.PgError{Code: "40P01"}
 	})
@@ -181,12 +201,11 @@ func TestWhatIsNoOutcome(t *testing.T) {
 				require.Error(t, err, value)
 			}
 			away = false
-			once, err := o.Once(t.Context(), key(value), work)
-			require.NoError(t, err, value)
+			plain := once(t, o, value, nil, work)
 			phase, err := flow.Do(t.Context(), key("flow "+value), nil)
 			require.NoError(t, err, value)
-			require.Equal(t, idempotency.Response{Status: 201}, once)
-			require.Equal(t, once, phase)
+			require.Equal(t, idempotency.Response{Status: 201}, plain)
+			require.Equal(t, plain, phase)
 		}
 	}
 }
@@ -244,8 +263,7 @@ func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 func TestFailuresThatBecomeFinal(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
-	require.NoError(t, err)
+	execute(t, pool, `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
 	for name, fail := range map[string]func(ctx context.Context, tx pgx.Tx) error{
 		"at once": func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
 		"at COMMIT": func(ctx context.Context, tx pgx.Tx) error {
@@ -255,18 +273,16 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 	} {
 		o := newOperation(t, pool, idempotency.Config{Strict: true, Failed: func(error) idempotency.Response { return idempotency.Response{Status: 502} }})
 		for _, replayed := range []bool{false, true} {
-			response, err := o.Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			response := once(t, o, name, nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 				return idempotency.Response{Status: 201}, errors.Join(effect(ctx, tx, "x"), fail(ctx, tx))
 			})
-			require.NoError(t, err)
 			require.Equal(t, idempotency.Response{Status: 502, Replayed: replayed}, response)
 		}
 	}
 	require.Zero(t, effects(t, pool, "x"))
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Strict: true}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error { return errAway }), ends("ship")})
 	for _, replayed := range []bool{false, true} {
-		response, err := flow.Do(t.Context(), key("flow"), nil)
-		require.NoError(t, err)
+		response := do(t, flow, "flow", nil)
 		require.Equal(t, idempotency.Response{Status: 500, Replayed: replayed}, response)
 	}
 }
@@ -360,14 +376,13 @@ func TestTimeouts(t *testing.T) {
 	t.Parallel()
 	pool, said := newPool(t), &bytes.Buffer{}
 	o := newOperation(t, pool, idempotency.Config{Strict: true, StatementTimeout: 100 * time.Millisecond, LockTimeout: 300 * time.Millisecond, IdleTimeout: 200 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(said, nil))})
-	response, err := o.Once(t.Context(), key("slow"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	response := once(t, o, "slow", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `SELECT pg_sleep(1)`)
 		return idempotency.Response{}, err
 	})
-	require.NoError(t, err)
 	require.Equal(t, 500, response.Status)
 	require.Contains(t, said.String(), "statement timeout")
-	_, err = o.Once(t.Context(), key("idle"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
+	_, err := o.Once(t.Context(), key("idle"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
 		_, err := pool.Exec(ctx, `SELECT pg_sleep(0.5)`)
 		return idempotency.Response{Status: 201}, err
 	})

@@ -4,13 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
-	"runtime"
 	"sync"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -19,7 +16,6 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // errSilent is a foreign system that may have acted.
@@ -35,7 +31,7 @@ func charges(t *testing.T, pool *pgxpool.Pool, charge func() error, decision ide
 			return decision, nil
 		},
 	}, []idempotency.Phase[payment]{
-		{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }},
+		nothing("reserve"),
 		calls(false, func(*step) error { return charge() }), ends("ship"),
 	})
 }
@@ -54,8 +50,7 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 			flow := charges(t, pool, func() error { asked++; return answer }, idempotency.DidNotHappen())
 			again := func(after time.Duration, want error, calls int) {
 				pass(after)
-				_, err := flow.Do(t.Context(), key("k"), nil)
-				require.ErrorIs(t, err, want)
+				do(t, flow, "k", want)
 				require.Equal(t, calls, asked)
 			}
 			again(0, errSilent, 1)
@@ -65,9 +60,7 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 			again(0, idempotency.ErrIndeterminate, 3)
 			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND call = 'repeatable' AND phases = '{reserve}' AND error LIKE '%GiveUpAfter%'`))
 			pass(time.Hour)
-			decided, err := flow.Reconcile(t.Context())
-			require.NoError(t, err)
-			require.Equal(t, 1, decided)
+			reconciles(t, flow, 1)
 			again(10*time.Hour, errSilent, 4)
 			again(21*time.Hour, errSilent, 5)
 			again(2*time.Hour, idempotency.ErrIndeterminate, 5)
@@ -104,8 +97,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		require.Error(t, err)
 		cancel()
 		if c.sql != "" {
-			_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET `+c.sql+` WHERE key = $1`, name)
-			require.NoError(t, err)
+			execute(t, pool, `UPDATE effectonce.idempotency_keys SET `+c.sql+` WHERE key = $1`, name)
 		}
 		passes(t, pool, map[bool]time.Duration{true: 15 * time.Hour, false: 30 * time.Hour}[c.again])
 		before := asked
@@ -148,11 +140,9 @@ func skewed(t *testing.T, off time.Duration) (*pgxpool.Pool, func(time.Duration)
 	require.NoError(t, err)
 	config.ConnConfig.RuntimeParams["search_path"] = "skewed, pg_catalog, public"
 	pool := pgtest.PoolOf(t, config)
-	_, err = pool.Exec(t.Context(), skewedSQL+`; CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
-	require.NoError(t, err)
+	execute(t, pool, skewedSQL+`; CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
 	pass := func(d time.Duration) {
-		_, err := pool.Exec(t.Context(), `UPDATE skewed.clock SET ahead = ahead + $1`, d)
-		require.NoError(t, err)
+		execute(t, pool, `UPDATE skewed.clock SET ahead = ahead + $1`, d)
 	}
 	pass(off)
 	return pool, pass
@@ -174,28 +164,21 @@ func TestOnlyTheDatabasesClockCounts(t *testing.T) {
 			op := newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond})
 			var fails error
 			f := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Minute}, []idempotency.Phase[payment]{calls(false, func(*step) error { return fails }), ends("ship")})
-			died := make(chan struct{})
-			go func() {
-				defer close(died)
-				_, _ = f.Do(crashpoint.With(t.Context(), func(string) { runtime.Goexit() }), key("a"), nil)
-			}()
-			testwait.Chan(t, "the worker dies", died)
-			_, err := f.Do(t.Context(), key("a"), nil)
+			dies(t, f, crashpoint.KeyClaimed)
+			_, err := f.Do(t.Context(), key("k"), nil)
 			var busy *idempotency.InProgressError
 			require.ErrorAs(t, err, &busy)
 			require.Greater(t, busy.RetryAfter, 15*time.Second)
 			require.LessOrEqual(t, busy.RetryAfter, 30*time.Second)
 			pass(31 * time.Second)
-			_, err = f.Do(t.Context(), key("a"), nil)
-			require.NoError(t, err)
+			do(t, f, "k", nil)
 
 			forgets := func(after time.Duration, keys int64) {
 				pass(after)
 				require.Equal(t, keys, reap(t, pool).Forgotten)
 			}
 			forgets(23*time.Hour, 0)
-			_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
-			require.NoError(t, err)
+			insert(t, op, "once")
 			forgets(2*time.Hour, 1) // the flow's, not the one of two hours ago
 			forgets(23*time.Hour, 1)
 
@@ -222,7 +205,7 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 	op := newOperation(t, pool, idempotency.Config{LockTimeout: time.Minute, StatementTimeout: time.Minute})
 	const callMax = 3 * time.Second
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{CallMax: callMax}, []idempotency.Phase[payment]{
-		{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }},
+		nothing("reserve"),
 		{Name: "charge", AtMostOnce: true, Call: func(ctx context.Context, _ *step) error {
 			deadline, ok := ctx.Deadline()
 			if !ok || ctx.Err() != nil || time.Until(deadline) < callMax/2 {
@@ -252,31 +235,11 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "ship"))
 }
 
-// deployed leaves a flow behind that a newer program began: its second phase failed. It returns the
-// flows of the older program, whose first phase has another name, and of the newer one.
-func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, newer *idempotency.Flow[payment], b *bank) {
-	t.Helper()
-	b = newBank(t)
-	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second, GiveUpAfter: time.Hour}
-	program := func() *idempotency.Operation {
-		return newOperation(t, pool, idempotency.Config{Logger: logger})
-	}
-	newer = newFlow(t, program(), cfg, paymentPhases(b.URL, false))
-	phases := paymentPhases(b.URL, false)
-	phases[0].Name = "begin"
-	older = newFlow(t, program(), cfg, phases)
-	b.refuse = 1
-	_, err := newer.Do(t.Context(), key("k"), []byte("100"))
-	require.ErrorIs(t, err, errAway)
-	return older, newer, b
-}
-
 // passes makes time pass for all keys.
 func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	t.Helper()
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval,
+	execute(t, pool, `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval,
 		calling_since = calling_since - $1::interval`, d)
-	require.NoError(t, err)
 }
 
 // Property: a completer that does not know the phases that are done runs nothing, gives nothing up
@@ -286,7 +249,15 @@ func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	older, newer, b := deployed(t, pool, nil)
+	b := newBank(t)
+	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second, GiveUpAfter: time.Hour}
+	newer := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, paymentPhases(b.URL, false))
+	phases := paymentPhases(b.URL, false)
+	phases[0].Name = "begin"
+	older := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
+	b.refuse = 1
+	_, err := newer.Do(t.Context(), key("k"), []byte("100"))
+	require.ErrorIs(t, err, errAway)
 	passes(t, pool, time.Minute)
 	looked, last := 0, time.Duration(0)
 	for elapsed := time.Duration(0); elapsed < 2*time.Hour; {
@@ -296,9 +267,8 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 		require.NoError(t, err, "it is put off")
 		require.Zero(t, finished)
 		looked++
-		var off time.Duration
-		require.NoError(t, pool.QueryRow(t.Context(), `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys WHERE state = 'running' AND attempts = 1
-			AND error LIKE '%["reserve"]%' AND locked_until IS NULL AND phases = '{reserve}'`).Scan(&off))
+		off := scan[time.Duration](t, pool, `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys WHERE state = 'running' AND attempts = 1
+			AND error LIKE '%["reserve"]%' AND locked_until IS NULL AND phases = '{reserve}'`)
 		require.Greater(t, off, last-5*time.Second)
 		require.LessOrEqual(t, off, 500*time.Second, "a hundred times RetryAfter")
 		passes(t, pool, off)
@@ -306,7 +276,7 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	}
 	require.Less(t, looked, 25, "not every five seconds")
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
-	_, err := older.Do(t.Context(), key("k"), []byte("100"))
+	_, err = older.Do(t.Context(), key("k"), []byte("100"))
 	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
 	finished, err := newer.Complete(t.Context())
 	require.NoError(t, err)
@@ -332,8 +302,7 @@ func TestCallInDoubtBelongsToItsPhase(t *testing.T) {
 	require.ErrorIs(t, err, errSilent)
 	away = nil
 	for _, other := range []*idempotency.Flow[payment]{program("bill"), program("check", "charge"), program()} {
-		_, err := other.Do(t.Context(), key("k"), nil)
-		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+		do(t, other, "k", idempotency.ErrUnknownRecoveryPoint)
 	}
 	require.Equal(t, 1, asked)
 	_, err = program("charge").Do(t.Context(), key("k"), nil)
@@ -356,18 +325,16 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 		for _, name := range names {
 			phase := calls(true, func(*step) error { return errAway })
 			if phase.Name = name; name != "ship" {
-				phase = idempotency.Phase[payment]{Name: name, Write: func(context.Context, pgx.Tx, *step) error { return nil }}
+				phase = nothing(name)
 			}
 			phases = append(phases, phase)
 		}
 		return newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
 	}
 	newer := program("reserve", "charge", "ship", "book")
-	_, err := newer.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	do(t, newer, "k", idempotency.ErrIndeterminate)
 	for _, calling := range []string{`NULL`, `'ship'`} { // where it is not stored, the phases that are done show which one is in doubt
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET calling = `+calling)
-		require.NoError(t, err)
+		execute(t, pool, `UPDATE effectonce.idempotency_keys SET calling = `+calling)
 		for _, older := range []*idempotency.Flow[payment]{program("reserve", "charge"), program("begin", "charge", "ship")} {
 			passes(t, pool, time.Hour)
 			decided, err := older.Reconcile(t.Context())
@@ -380,17 +347,6 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	require.Empty(t, asked)
 	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
 	passes(t, pool, time.Hour)
-	decided, err := newer.Reconcile(t.Context())
-	require.NoError(t, err)
-	require.Equal(t, 1, decided)
+	reconciles(t, newer, 1)
 	require.Equal(t, []string{"ship"}, asked)
-}
-
-// Property: an operation has one flow in a program.
-func TestOperationHasOneFlow(t *testing.T) {
-	t.Parallel()
-	op := newOperation(t, pgtest.NoPool(t), idempotency.Config{})
-	newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")})
-	_, err := idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("ship"))
-	require.ErrorContains(t, err, `operation "order" has a flow already`)
 }

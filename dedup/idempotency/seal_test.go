@@ -35,12 +35,11 @@ func newSealer(t *testing.T, current string, names ...string) *idempotency.AESSe
 }
 
 // dump is all that the table holds, as text and as bytes.
-func dump(t *testing.T, pool *pgxpool.Pool) (all string) {
+func dump(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT coalesce(string_agg(k::text || ' '
+	return scan[string](t, pool, `SELECT coalesce(string_agg(k::text || ' '
 		|| coalesce(encode(body, 'escape'), '') || coalesce(encode(data, 'escape'), '') || coalesce(encode(request, 'escape'), ''), ' '), '')
-		FROM effectonce.idempotency_keys k`).Scan(&all))
-	return all
+		FROM effectonce.idempotency_keys k`)
 }
 
 // Property: keys that cannot be right are refused, all at once, by their names, and keys are never
@@ -94,8 +93,7 @@ func TestChangedResponsesAreNotReplayed(t *testing.T) {
 	} {
 		_, err := payWith(t, pool, cfg, forge, []byte("body"))
 		require.NoError(t, err)
-		_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET `+forge+` WHERE key = $1`, forge)
-		require.NoError(t, err)
+		execute(t, pool, `UPDATE effectonce.idempotency_keys SET `+forge+` WHERE key = $1`, forge)
 		response, err := payWith(t, pool, cfg, forge, []byte("body"))
 		if readable {
 			require.NoError(t, err)
@@ -221,15 +219,13 @@ func TestDocumentedRotation(t *testing.T) {
 
 	ledger, err := idempotency.New(pool, idempotency.Config{Operation: "ledger", Forever: true, Seal: both})
 	require.NoError(t, err)
-	_, err = ledger.Once(t.Context(), key("for ever"), insertOnce("for ever"))
-	require.NoError(t, err)
+	insert(t, ledger, "for ever")
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Seal: both}), idempotency.FlowConfig[payment]{StoreRequest: true}, []idempotency.Phase[payment]{calls(false, func(*step) error { return errAway }), ends("ship")})
 	_, err = flow.Do(t.Context(), key("unfinished"), []byte(canary))
 	require.ErrorIs(t, err, errAway)
 	require.Equal(t, map[string][3]int{"old": {5, 1, 1}, "new": {2, 0, 0}}, documentedRest(t, pool))
 	require.NotContains(t, dump(t, pool), canary)
-	_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys WHERE key NOT IN ('3', '4')`)
-	require.NoError(t, err)
+	execute(t, pool, `DELETE FROM effectonce.idempotency_keys WHERE key NOT IN ('3', '4')`)
 	require.Equal(t, map[string][3]int{"new": {2, 0, 0}}, documentedRest(t, pool))
 }
 

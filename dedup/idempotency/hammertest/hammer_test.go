@@ -56,7 +56,8 @@ func kinds() []string {
 }
 
 type hammer struct {
-	cluster *servers.Postgres
+	url     string
+	cluster *servers.Postgres // nil: nothing crashes it
 	bank    *bank
 	seed    uint64
 	began   time.Time
@@ -83,22 +84,16 @@ type place struct {
 func TestHammer(t *testing.T) {
 	longtest.Only(t, "a hammer of random faults")
 	t.Parallel()
-	h := &hammer{seed: *hammerSeed, client: &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, keys: map[string]*history{}}
-	if h.seed == 0 {
-		h.seed = rand.Uint64()
+	seed := *hammerSeed
+	if seed == 0 {
+		seed = rand.Uint64()
 	}
-	t.Logf("seed %d: the same draws, in another order of events, with -seed %d", h.seed, h.seed)
-	h.cluster = pgtest.Cluster(t, map[string]string{"fsync": "on", "max_connections": "300"})
-	pgtest.Migrate(t, h.cluster.URL)
-	conn := pgtest.Connect(t, h.cluster.URL)
-	pgtest.Exec(t, conn, `CREATE TABLE ledger (key text NOT NULL, step text NOT NULL, body text NOT NULL, exec text NOT NULL)`)
-	h.bank = newBank(t, h.seed)
-	t.Cleanup(h.client.CloseIdleConnections)
-	for i := range h.places {
-		h.start(t, i)
-		t.Cleanup(func() { h.kill(i) })
-	}
-	h.began = time.Now()
+	t.Logf("seed %d: the same draws, in another order of events, with -seed %d", seed, seed)
+	cluster := pgtest.Cluster(t, map[string]string{"fsync": "on", "max_connections": "300"})
+	pgtest.Migrate(t, cluster.URL)
+	h := newHammer(t, cluster.URL, seed, spec{})
+	h.cluster = cluster
+	h.bank.rng = rand.New(rand.NewPCG(seed, 99))
 	var over atomic.Bool
 	var drivers sync.WaitGroup
 	for i := range 8 {
@@ -116,7 +111,22 @@ func TestHammer(t *testing.T) {
 	for i := range h.places {
 		h.kill(i) // and all that it wrote is read
 	}
-	h.judge(t)
+	calm := h.judge(t)
+	require.Len(t, calm, len(kinds()), "want undisturbed keys of each kind: otherwise too little was proved")
+}
+
+// newHammer starts two servers, of which the first one is armed.
+func newHammer(t *testing.T, url string, seed uint64, armed spec) *hammer {
+	t.Helper()
+	client := &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}
+	h := &hammer{url: url, seed: seed, bank: newBank(t), began: time.Now(), client: client, keys: map[string]*history{}}
+	pgtest.Exec(t, pgtest.Connect(t, url), `CREATE TABLE ledger (key text NOT NULL, step text NOT NULL, body text NOT NULL, exec text NOT NULL)`)
+	t.Cleanup(client.CloseIdleConnections)
+	for i, s := range []spec{armed, {}} {
+		h.start(t, i, s)
+		t.Cleanup(func() { h.kill(i) })
+	}
+	return h
 }
 
 // disturb goes through all disturbances in random order, once at least, until the time is over.
@@ -140,7 +150,7 @@ func (h *hammer) disturb(t *testing.T) {
 		case 0, 1:
 			h.kills++
 			h.kill(i)
-			h.start(t, i)
+			h.start(t, i, spec{})
 		case 2, 3: // often for longer than a lock lasts, and an idle transaction
 			h.freezes++
 			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGSTOP))
@@ -155,13 +165,14 @@ func (h *hammer) disturb(t *testing.T) {
 	}
 }
 
-func (h *hammer) start(t *testing.T, i int) {
+func (h *hammer) start(t *testing.T, i int, s spec) {
 	t.Helper()
 	p := &h.places[i]
-	spec, err := json.Marshal(server{URL: h.cluster.URL + "&pool_max_conns=24", Bank: h.bank.URL, Seed: h.seed + uint64(h.disturbances.Load()) + uint64(i)})
+	s.URL, s.Bank, s.Seed = h.url+"&pool_max_conns=24", h.bank.URL, h.seed+uint64(h.disturbances.Load())+uint64(i)
+	text, err := json.Marshal(s)
 	require.NoError(t, err)
 	p.cmd = exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
-	p.cmd.Env = append(os.Environ(), serverVariable+"="+string(spec))
+	p.cmd.Env = append(os.Environ(), serverVariable+"="+string(text))
 	if testing.Verbose() {
 		p.cmd.Stderr = os.Stderr
 	}
@@ -197,12 +208,16 @@ func (h *hammer) kill(i int) {
 	_ = p.stdin.Close()
 }
 
+func (h *hammer) history(kind, key string) *history {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.keys[key] = &history{kind: kind, key: key}
+	return h.keys[key]
+}
+
 // drive sends up to a hundred copies of a request at once, and then asks until one gets an outcome.
 func (h *hammer) drive(ctx context.Context, rng *rand.Rand, kind, key string) {
-	k := &history{kind: kind, key: key}
-	h.mu.Lock()
-	h.keys[key] = k
-	h.mu.Unlock()
+	k := h.history(kind, key)
 	copies := 1 + rng.IntN(8)
 	if rng.IntN(16) == 0 {
 		copies = 100
@@ -312,14 +327,14 @@ type bank struct {
 	*httptest.Server
 
 	mu      sync.Mutex
-	rng     *rand.Rand
+	rng     *rand.Rand     // nil: it always charges
 	decided map[string]int // status by Idempotency-Key
 	charges map[string]int // by the hammer's key
 }
 
-func newBank(t *testing.T, seed uint64) *bank {
+func newBank(t *testing.T) *bank {
 	t.Helper()
-	b := &bank{rng: rand.New(rand.NewPCG(seed, 99)), decided: map[string]int{}, charges: map[string]int{}}
+	b := &bank{decided: map[string]int{}, charges: map[string]int{}}
 	b.Server = httptest.NewServer(b)
 	t.Cleanup(b.Close)
 	return b
@@ -336,7 +351,10 @@ func (b *bank) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer b.mu.Unlock()
 	id := r.Header.Get("Idempotency-Key")
 	status, known := b.decided[id]
-	lot := b.rng.IntN(20)
+	lot := 10
+	if b.rng != nil {
+		lot = b.rng.IntN(20)
+	}
 	switch {
 	case known && id != "":
 	case lot < 3:
@@ -422,6 +440,7 @@ func (h *history) verdict(effects []effect, charges int, state string) []string 
 	when(answered && undecided && h.calm, "it was in doubt, and was executed again")
 	when(by["order"] > want, "an effect, and no client was told so")
 	when(by["order"] < want, "no effect, and a client was told so")
+	when((h.kind == kindFlow || h.kind == kindSingle) && (by["reserve"] < want || by["charge"] < want), "the effect of a phase is missing")
 	when(charges > 1, "it was charged twice")
 	when(answered && (h.kind == kindFlow || h.kind == kindSingle) && charges != want, "the charge does not fit the answer")
 	// A server that dies takes the outcome with it that its handler came to, and the next run may
@@ -446,10 +465,10 @@ func (h *history) String() string {
 const shownMax = 3
 
 // judge compares what clients and bank know with the tables, which it reads by statements of its
-// own.
-func (h *hammer) judge(t *testing.T) {
+// own. It returns how many keys of each kind were undisturbed.
+func (h *hammer) judge(t *testing.T) (calm map[string]int) {
 	t.Helper()
-	conn := pgtest.Connect(t, h.cluster.URL)
+	conn := pgtest.Connect(t, h.url)
 	rows, err := conn.Query(t.Context(), `SELECT key, step, body, exec FROM ledger`)
 	require.NoError(t, err)
 	ledger, err := pgx.CollectRows(rows, pgx.RowToStructByPos[effect])
@@ -464,7 +483,8 @@ func (h *hammer) judge(t *testing.T) {
 	var key, state string
 	_, err = pgx.ForEachRow(rows, []any{&key, &state}, func() error { states[key] = state; return nil })
 	require.NoError(t, err)
-	calm, statuses, wrongs, shown := map[string]int{}, map[int]int{}, map[string]int{}, 0
+	calm = map[string]int{}
+	statuses, wrongs, shown := map[int]int{}, map[string]int{}, 0
 	for _, k := range h.keys {
 		if k.calm {
 			calm[k.kind]++
@@ -484,5 +504,5 @@ func (h *hammer) judge(t *testing.T) {
 	t.Logf("seed %d: %d keys, %d kills, %d freezes, %d crashes of PostgreSQL; answers by status %v; undisturbed keys %v",
 		h.seed, len(h.keys), h.kills, h.freezes, h.crashes, statuses, calm)
 	require.Empty(t, wrongs)
-	require.Len(t, calm, len(kinds()), "want undisturbed keys of each kind: otherwise too little was proved")
+	return calm
 }

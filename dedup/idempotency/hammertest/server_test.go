@@ -11,8 +11,10 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/signal"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/google/uuid"
@@ -22,17 +24,47 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
+	"github.com/effectonce/effectonce/internal/crashpoint"
 )
+
+// spec is what a server is started with.
+type spec struct {
+	URL, Bank string
+	Seed      uint64
+	At        string // the point at which it ends
+	Nth       int    // which time the point is passed, from 1
+	Freeze    bool   // it does not end there, but stops until it is continued
+}
 
 // server is a process of the hammer, which is killed and frozen. It writes a line for each outcome
 // of a handler that it is about to hand over: "ran KEY EXECUTION STATUS".
 type server struct {
-	URL, Bank string
-	Seed      uint64
+	spec
 
-	pool *pgxpool.Pool
-	mu   sync.Mutex
-	rng  *rand.Rand
+	pool   *pgxpool.Pool
+	mu     sync.Mutex
+	rng    *rand.Rand
+	passed int
+}
+
+// pass ends, or freezes, this process at its point.
+func (s *server) pass(point string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if point != s.At {
+		return
+	}
+	if s.passed++; s.passed != s.Nth {
+		return
+	}
+	if !s.Freeze {
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		select {}
+	}
+	woken := make(chan os.Signal, 1)
+	signal.Notify(woken, syscall.SIGCONT)
+	_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	<-woken
 }
 
 // The kinds of keys. Each is a path, and an operation.
@@ -57,12 +89,13 @@ func (s *server) lot(choices ...string) string {
 // say reports an outcome to the judge.
 func say(key, exec string, status int) { _, _ = fmt.Fprintln(os.Stdout, "ran", key, exec, status) }
 
-func serve(spec string) error {
+func serve(text string) error {
 	s := &server{}
-	if err := json.Unmarshal([]byte(spec), s); err != nil {
+	if err := json.Unmarshal([]byte(text), &s.spec); err != nil {
 		return err
 	}
 	s.rng = rand.New(rand.NewPCG(s.Seed, 0))
+	crashpoint.Arm(s.pass)
 	ctx := context.Background() //nolint:forbidigo // this process is a program, not a test
 	var err error
 	if s.pool, err = pgxpool.New(ctx, s.URL); err != nil {

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/labstack/echo/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -78,26 +77,6 @@ func TestFailureBehindASuccessRollsBack(t *testing.T) {
 			require.Less(t, s.post(t, name+answer, "a").status, 400)
 			require.Equal(t, before+1, effects(t, pool))
 		}
-	}
-}
-
-// Property: a key that a client sends counts, whatever the method: the same request is replayed,
-// another one refused, and one with two keys, too. Row H6 of guarantees.md.
-func TestSuppliedKeyCounts(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusOK)))
-	for n, method := range []string{http.MethodPut, http.MethodPatch, http.MethodDelete} {
-		ask := func(body string, header ...string) answer {
-			a, err := s.ask(t.Context(), method, "/orders/7", method, body, header...)
-			require.NoError(t, err)
-			return a
-		}
-		require.Equal(t, "made a", ask("a").body)
-		require.True(t, ask("a").replayed())
-		requireProblem(t, ask("b"), 422, serving.KeyReused)
-		requireProblem(t, ask("b", "Idempotency-Key", "j"), 400, serving.KeyMalformed)
-		require.Equal(t, n+1, effects(t, pool))
 	}
 }
 
@@ -286,23 +265,6 @@ func netRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middl
 	return authenticate(once.Handler(router))
 }
 
-// newShop is a database in which the first transaction with an order named conflict, and the first
-// with shop-conflict, meets a serialization failure; a sequence counts on through the rollback.
-func newShop(t *testing.T) *pgxpool.Pool {
-	t.Helper()
-	pool := newPool(t)
-	_, err := pool.Exec(t.Context(), `
-		CREATE TABLE shipments (id uuid PRIMARY KEY, order_name text NOT NULL CHECK (order_name <> 'bad'));
-		CREATE SEQUENCE "conflict"; CREATE SEQUENCE "shop-conflict";
-		CREATE FUNCTION meet() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-			IF nextval(quote_ident(NEW.order_name)::regclass) = 1 THEN RAISE EXCEPTION 'meets' USING ERRCODE = '40001'; END IF;
-			RETURN NEW;
-		END $$;
-		CREATE TRIGGER meet BEFORE INSERT ON shipments FOR EACH ROW WHEN (NEW.order_name LIKE '%conflict') EXECUTE FUNCTION meet()`)
-	require.NoError(t, err)
-	return pool
-}
-
 // Property: behind each router the handler gets the parameters of its route and the request's
 // transaction, also when it runs again after a serialization failure; its effect is there once, and
 // a replay says that it is one. An error rolls back and frees the key. Rows H7, H18, H20 of
@@ -323,7 +285,18 @@ func TestRouters(t *testing.T) {
 	} {
 		t.Run(strings.ReplaceAll(name, "/", "-"), func(t *testing.T) {
 			t.Parallel()
-			pool := newShop(t)
+			// The first transaction with an order named conflict, and the first with shop-conflict, meets a
+			// serialization failure; a sequence counts on through the rollback.
+			pool := newPool(t)
+			_, err := pool.Exec(t.Context(), `
+		CREATE TABLE shipments (id uuid PRIMARY KEY, order_name text NOT NULL CHECK (order_name <> 'bad'));
+		CREATE SEQUENCE "conflict"; CREATE SEQUENCE "shop-conflict";
+		CREATE FUNCTION meet() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+			IF nextval(quote_ident(NEW.order_name)::regclass) = 1 THEN RAISE EXCEPTION 'meets' USING ERRCODE = '40001'; END IF;
+			RETURN NEW;
+		END $$;
+		CREATE TRIGGER meet BEFORE INSERT ON shipments FOR EACH ROW WHEN (NEW.order_name LIKE '%conflict') EXECUTE FUNCTION meet()`)
+			require.NoError(t, err)
 			s := serve(t, routes(authenticate, newMiddleware(t, pool, operation(idempotency.Config{}))))
 			post := func(path, key string, header ...string) answer {
 				a, err := s.ask(t.Context(), http.MethodPost, path, key, "", header...)

@@ -24,39 +24,41 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: requests and keys beyond a caller's bounds are answered with 429, a type of its own,
-// and the time of a retry. Row H29.
-func TestTooManyRequestsAreAskedToWait(t *testing.T) {
+// Property: each error that the engine, or a handler, ends with has its answer, and the time of a retry
+// where one helps: a key that is being worked on, or too many wait for; none for a key that a person
+// decides about. Errors of the database that are gone with time are 503: a conflict that stays, a
+// server that has become a standby, or that ended the transaction because it was idle, or took, too
+// long. The others are the handler's own. Rows H1, H7, H29 of guarantees.md.
+func TestErrorsHaveTheirAnswers(t *testing.T) {
 	t.Parallel()
+	code := func(code string) error { return &pgconn.PgError{Code: code, Message: "canary"} }
 	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{})
-	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		m.Fail(w, r, fmt.Errorf("once: %w", &idempotency.InProgressError{Crowded: true, RetryAfter: 1500 * time.Millisecond}))
-	}))
-	a := s.post(t, "k", "a")
-	requireProblem(t, a, 429, serving.TooManyWaiting)
-	require.Equal(t, "2", a.header.Get("Retry-After"))
-}
-
-// Property: errors of the database that are gone with time are 503 with Retry-After, with the key
-// free: a conflict that stays, a server that has become a standby, or that ended the transaction
-// because it was idle, or took, too long. The others are the handler's own: 500.
-func TestWhichTransactionStatesPass(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		httpkey.Fail(r, errors.Join(effect(r, "a"), fmt.Errorf("insert: %w", &pgconn.PgError{Code: r.Header.Get("X-Code"), Message: "canary"})))
-	})))
-	for code, passes := range map[string]bool{"40P01": true, "25006": true, "25P03": true, "25P04": true, "25001": false, "25P02": false, "22012": false} {
-		a := s.post(t, code, "a", "X-Code", code)
-		if passes {
-			requireProblem(t, a, 503, serving.Unavailable)
-			require.Equal(t, "1", a.header.Get("Retry-After"))
-		} else {
-			requireProblem(t, a, 500, serving.Internal)
-		}
+	for _, c := range []struct {
+		err    error
+		status int
+		kind   serving.Problem
+		after  string
+	}{
+		{&idempotency.InProgressError{Crowded: true, RetryAfter: 1500 * time.Millisecond}, 429, serving.TooManyWaiting, "2"},
+		{&idempotency.InProgressError{RetryAfter: 200 * time.Millisecond}, 409, serving.KeyInProgress, "1"},
+		{idempotency.ErrLockLost, 409, serving.KeyInProgress, "1"},
+		{idempotency.ErrIndeterminate, 409, serving.KeyUndecided, ""},
+		{idempotency.ErrAbandoned, 409, serving.KeyUndecided, ""},
+		{idempotency.ErrUnanswered, 503, serving.Unanswered, "1"},
+		{code("40P01"), 503, serving.Unavailable, "1"},
+		{code("25006"), 503, serving.Unavailable, "1"},
+		{code("25P03"), 503, serving.Unavailable, "1"},
+		{code("25P04"), 503, serving.Unavailable, "1"},
+		{code("25001"), 500, serving.Internal, ""},
+		{code("25P02"), 500, serving.Internal, ""},
+		{code("22012"), 500, serving.Internal, ""},
+	} {
+		s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { m.Fail(w, r, fmt.Errorf("once: %w", c.err)) }))
+		a := s.post(t, "k", "a")
+		requireProblem(t, a, c.status, c.kind)
+		require.Equal(t, c.after, a.header.Get("Retry-After"), c.err)
 		require.NotContains(t, a.body, "canary")
 	}
-	require.Zero(t, keys(t, pool)+effects(t, pool))
 }
 
 // breaking is a connection that can be ended, as by a peer or by the network.

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -80,16 +79,6 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// windowPasses forgets all keys, as the reaper does when their window is over.
-func windowPasses(t *testing.T, pool *pgxpool.Pool) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 second'`)
-	require.NoError(t, err)
-	_, err = idempotency.Reap(t.Context(), pool, "")
-	require.NoError(t, err)
-	require.Zero(t, keys(t, pool))
-}
-
 // Property: a client that retries after the window, for a request whose rows the handler finds under IDs
 // derived from its key, gets 410 (the request was executed), and so does each later retry; there is
 // one effect. The same holds in a flow. Row H33.
@@ -127,7 +116,11 @@ func TestAfterTheWindow(t *testing.T) {
 				s, key := serve(t, handler), fmt.Sprint("k", made)
 				require.Equal(t, http.StatusCreated, s.post(t, key, "a").status)
 				for range 2 {
-					windowPasses(t, pool)
+					_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 second'`)
+					require.NoError(t, err)
+					_, err = idempotency.Reap(t.Context(), pool, "")
+					require.NoError(t, err)
+					require.Zero(t, keys(t, pool), "the window is over")
 					for _, replayed := range []bool{false, true} {
 						a := s.post(t, key, "a")
 						requireProblem(t, a, 410, serving.KeyExpired)
@@ -222,71 +215,35 @@ func TestRevokedCallerGetsNoReplay(t *testing.T) {
 	requireProblem(t, s.post(t, "k", "a"), 401, serving.Unauthenticated)
 }
 
-// Property: another request under a key is 422, also while the stored one stays as it is. Row H6 of
-// guarantees.md.
+// Property: a key that a client sends counts, whatever the method: the same request is replayed, another
+// one refused, also while the stored one stays as it is, and one with two keys, too. Row H6 of guarantees.md.
 func TestAnotherRequestUnderTheKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	h := newMiddleware(t, pool, operation(idempotency.Config{})).Handler(insert(201))
+	h := newMiddleware(t, pool, operation(idempotency.Config{})).Handler(insert(200))
 	mux := http.NewServeMux()
 	mux.Handle("/orders", h)
 	mux.Handle("/v2/", http.StripPrefix("/v2", h))
 	s := serve(t, mux)
-	require.Equal(t, 201, s.post(t, "k", "a").status)
-	for _, c := range []struct{ method, path, body, media string }{
-		{"POST", "/orders", "b", ""}, {"PATCH", "/orders", "a", ""}, {"POST", "/orders?x=1", "a", ""}, {"POST", "/v2/orders", "a", ""}, {"POST", "/orders", "a", "text/csv"},
-	} {
-		var header []string
-		if c.media != "" {
-			header = []string{"Content-Type", c.media}
+	for n, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {
+		ask := func(method, path, key, body string, header ...string) answer {
+			a, err := s.ask(t.Context(), method, path, key, body, header...)
+			require.NoError(t, err)
+			return a
 		}
-		a, err := s.ask(t.Context(), c.method, c.path, "k", c.body, header...)
-		require.NoError(t, err)
-		requireProblem(t, a, 422, serving.KeyReused)
+		key, other := "k-"+method, map[bool]string{true: http.MethodPut, false: http.MethodPost}[method == http.MethodPost]
+		require.Equal(t, "made a", ask(method, "/orders", key, "a").body)
+		for _, reused := range []answer{
+			ask(method, "/orders", key, "b"), ask(other, "/orders", key, "a"), ask(method, "/orders?x=1", key, "a"),
+			ask(method, "/v2/orders", key, "a"), ask(method, "/orders", key, "a", "Content-Type", "text/csv"),
+		} {
+			requireProblem(t, reused, 422, serving.KeyReused)
+		}
+		requireProblem(t, ask(method, "/orders", key, "a", "Idempotency-Key", "j"), 400, serving.KeyMalformed)
+		require.True(t, ask(method, "/orders", key, "a").replayed())
+		require.True(t, ask(method, "/orders", `"`+key+`"`, "a").replayed(), "the quoted form is the same key")
+		require.Equal(t, n+1, effects(t, pool))
 	}
-	require.True(t, s.post(t, "k", "a").replayed())
-	require.True(t, s.post(t, `"k"`, "a").replayed(), "the quoted form is the same key")
-	require.Equal(t, 1, effects(t, pool))
-}
-
-// posted sends a request in a goroutine of its own.
-func (s *server) posted(t *testing.T, key, body string) <-chan answer {
-	t.Helper()
-	answers := make(chan answer, 1)
-	go func() {
-		a, _ := s.ask(t.Context(), http.MethodPost, "/orders", key, body)
-		answers <- a
-	}()
-	return answers
-}
-
-// Property: a request whose key is being worked on gets 409 with Retry-After; keys that a person
-// has to decide about get 409 without. Rows H1, H7 of guarantees.md.
-func TestUnfinishedKeys(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	begun, release := make(chan struct{}), make(chan struct{})
-	s := serve(t, newMiddleware(t, pool, operation(idempotency.Config{WaitMax: 10 * time.Millisecond})).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		close(begun)
-		testwait.Chan(t, "the work ends", release)
-		insert(201).ServeHTTP(w, r)
-	})))
-	first := s.posted(t, "k", "a")
-	testwait.Chan(t, "the work begins", begun)
-	a := s.post(t, "k", "a")
-	requireProblem(t, a, 409, serving.KeyInProgress)
-	require.Equal(t, "1", a.header.Get("Retry-After"))
-	close(release)
-	require.Equal(t, 201, testwait.Chan(t, "the first answer", first).status)
-	for state, kind := range map[string]serving.Problem{"indeterminate": serving.KeyUndecided, "abandoned": serving.KeyUndecided} {
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1`, state)
-		require.NoError(t, err)
-		a := s.post(t, "k", "a")
-		requireProblem(t, a, 409, kind)
-		require.Empty(t, a.header.Get("Retry-After"))
-	}
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'finished'`) // for the checks of the schema
-	require.NoError(t, err)
 }
 
 // Property: a client that goes away does not stop the work: it is committed, and the next request

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
@@ -25,19 +26,97 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
-// inPhase makes a call in a phase that is AtMostOnce.
-func inPhase(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context, key string) error) error {
+// inPhase makes a call in a phase that is AtMostOnce, under a key.
+func inPhase(t *testing.T, pool *pgxpool.Pool, value string, call func(ctx context.Context, key string) error) error {
 	t.Helper()
 	operation, err := idempotency.New(pool, idempotency.Config{Operation: "transfer"})
 	require.NoError(t, err)
-	flow, err := idempotency.NewFlow(operation, idempotency.FlowConfig[struct{}]{},
+	flow, err := idempotency.NewFlow(operation, idempotency.FlowConfig[struct{}]{CallMax: 2 * time.Second},
 		idempotency.Phase[struct{}]{Name: "transferred", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[struct{}]) error {
 			step.Finish(idempotency.Response{Status: http.StatusCreated})
 			return call(ctx, step.ChildID().String())
 		}})
 	require.NoError(t, err)
-	_, err = flow.Do(t.Context(), idempotency.Key{Scope: "shop", Value: idempotency.NewKey()}, nil)
+	_, err = flow.Do(t.Context(), idempotency.Key{Scope: "shop", Value: value}, nil)
 	return err
+}
+
+// ask sends a request under a key without regard to its answer.
+func ask(ctx context.Context, t *testing.T, client *http.Client, method, address, key, body string) error {
+	t.Helper()
+	request, err := http.NewRequestWithContext(ctx, method, address, strings.NewReader(body))
+	if err != nil {
+		return err
+	}
+	request.Header.Set("Idempotency-Key", key)
+	_, _, err = send(t, client, request)
+	return err
+}
+
+// closed refuses connections: its port is reserved. A port that a listener gave back may be another
+// test's.
+const closed = "http://127.0.0.1:1"
+
+// Property: a bank that cannot be reached leaves no key for a person if the client sends once: it
+// refuses, or has no name. When the bank is back, each key is paid once. Row H26 of guarantees.md.
+func TestDeadBankLeavesKeysFree(t *testing.T) {
+	t.Parallel()
+	pool, bank := newPool(t), newRemote(t, failing(0, 0))
+	names := &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no name server") }}
+	for _, address := range []string{closed, "http://bank.invalid."} {
+		base := &http.Transport{DialContext: (&net.Dialer{Resolver: names}).DialContext}
+		for how, client := range map[string]*http.Client{"Single": {Transport: keyclient.Single(base)}, "Transport": clientOf(t, base, keyclient.TransportConfig{})} {
+			pay := func(client *http.Client, at string) error {
+				return inPhase(t, pool, address+how, func(ctx context.Context, key string) error {
+					return ask(ctx, t, client, http.MethodPost, at, key, "100")
+				})
+			}
+			for range 2 {
+				err := pay(client, address)
+				require.Error(t, err)
+				require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
+			}
+			require.NoError(t, pay(bank.Client(), bank.URL))
+		}
+	}
+	paid := map[string]bool{}
+	for _, charge := range bank.all() {
+		paid[charge.key] = true
+	}
+	require.Equal(t, []int{4, 4}, []int{len(bank.all()), len(paid)})
+}
+
+// unsent is an error that says, wrongly, that nothing was sent.
+type unsent struct{ error }
+
+func (unsent) NotSent() bool { return true }
+
+// Property: a refused connection proves nothing if a request was sent before: by net/http, which
+// tries another connection by itself, or by the call, to another system. The key is in doubt, and the
+// bank has acted at most once. NotDone is the caller's promise, and counts. Row H26 of guarantees.md.
+func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
+	t.Parallel()
+	pool, other := newPool(t), newRemote(t, failing(0, 0))
+	gone, base := newRawBank(t, false)
+	gone.leaves = true
+	plain, single := &http.Client{Transport: base}, &http.Client{Transport: keyclient.Single(base)}
+	for name, call := range map[string]func(ctx context.Context, key string) error{
+		"resent by net/http": func(ctx context.Context, key string) error {
+			warm := ask(context.WithoutCancel(t.Context()), t, plain, http.MethodGet, gone.url, key, "") //nolint:contextcheck // as if it were before the call
+			return errors.Join(warm, unsent{ask(ctx, t, plain, http.MethodPost, gone.url, key, "100")})
+		},
+		"after another request": func(ctx context.Context, key string) error {
+			return errors.Join(ask(ctx, t, other.Client(), http.MethodGet, other.URL, key, "100"), ask(ctx, t, single, http.MethodPost, closed, key, "100"))
+		},
+		"by the caller's word": func(ctx context.Context, key string) error {
+			return errors.Join(ask(ctx, t, other.Client(), http.MethodGet, other.URL, key, "100"), idempotency.NotDone(ask(ctx, t, single, http.MethodPost, closed, key, "100")))
+		},
+	} {
+		err := inPhase(t, pool, name, call)
+		require.ErrorContains(t, err, "refused")
+		require.Equal(t, name != "by the caller's word", errors.Is(err, idempotency.ErrIndeterminate), "%v", err)
+	}
+	require.EqualValues(t, 1, gone.acted.Load())
 }
 
 // Property: if a connection is closed, or a stream is reset, after the server acted, Single does
@@ -53,32 +132,14 @@ func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 				t.Run(fmt.Sprintf("HTTP2 %v, %q, %s", overHTTP2, body, client), func(t *testing.T) {
 					t.Parallel()
 					b, base := newRawBank(t, overHTTP2)
-					var sender http.RoundTripper = base
-					switch client {
-					case "Single":
-						sender = keyclient.Single(base)
-					case "Transport":
-						transport, err := keyclient.NewTransport(base, quick(keyclient.TransportConfig{}))
-						require.NoError(t, err)
-						sender = transport
-					}
-					send := func(ctx context.Context, method, key string, body io.Reader) error {
-						r, err := http.NewRequestWithContext(ctx, method, b.url, body)
-						if err != nil {
-							return err
-						}
-						r.Header.Set("Idempotency-Key", key)
-						_, _, err = send(t, &http.Client{Transport: sender}, r)
-						return err
-					}
-					err := inPhase(t, pool, func(ctx context.Context, key string) error {
+					sender := map[string]*http.Client{
+						"plain": {Transport: base}, "Single": {Transport: keyclient.Single(base)}, "Transport": clientOf(t, base, quick(keyclient.TransportConfig{})),
+					}[client]
+					err := inPhase(t, pool, idempotency.NewKey(), func(ctx context.Context, key string) error {
 						if !overHTTP2 { // the next one is over a connection that was used
-							assert.NoError(t, send(ctx, http.MethodGet, key, nil)) //nolint:testifylint // not in the goroutine of the test
+							assert.NoError(t, ask(ctx, t, sender, http.MethodGet, b.url, key, "")) //nolint:testifylint // not in the goroutine of the test
 						}
-						if body == "" {
-							return send(ctx, http.MethodPost, key, nil)
-						}
-						return send(ctx, http.MethodPost, key, strings.NewReader(body))
+						return ask(ctx, t, sender, http.MethodPost, b.url, key, body)
 					})
 					if client == "plain" {
 						require.NoError(t, err)
@@ -132,7 +193,6 @@ func TestErrorsBeforeAConnection(t *testing.T) {
 			leave()
 		}
 	}()
-	const closed = "http://127.0.0.1:1" // reserved
 	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/moved" {
 			http.Redirect(w, r, closed, http.StatusSeeOther)
@@ -172,8 +232,10 @@ func TestErrorsBeforeAConnection(t *testing.T) {
 // one: it closes the connection, or resets the stream. It has no server of net/http below it, which
 // answers in better order.
 type rawBank struct {
-	url   string
-	acted atomic.Int64
+	url      string
+	listener net.Listener
+	leaves   bool // when it acted: later connections are refused
+	acted    atomic.Int64
 }
 
 // newRawBank listens on loopback until the test ends, and returns a base that sends to it. HTTP/2
@@ -191,6 +253,7 @@ func newRawBank(t *testing.T, overHTTP2 bool) (*rawBank, *http.Transport) {
 		b.url, serve = "https://"+listener.Addr().String(), (*rawBank).http2
 		listener = tls.NewListener(listener, &tls.Config{Certificates: lender.TLS.Certificates, NextProtos: []string{"h2"}, MinVersion: tls.VersionTLS13})
 	}
+	b.listener = listener
 	var group sync.WaitGroup
 	group.Go(func() {
 		for {
@@ -206,7 +269,7 @@ func newRawBank(t *testing.T, overHTTP2 bool) (*rawBank, *http.Transport) {
 	})
 	t.Cleanup(func() {
 		base.CloseIdleConnections()
-		assert.NoError(t, listener.Close())
+		_ = listener.Close()
 		group.Wait()
 	})
 	return b, base
@@ -221,8 +284,14 @@ func (b *rawBank) http1(conn net.Conn) error {
 		if err != nil {
 			return err
 		}
-		if _, err = io.Copy(io.Discard, r.Body); err != nil || (r.Method == http.MethodPost && b.acted.Add(1) == 1) {
+		if _, err = io.Copy(io.Discard, r.Body); err != nil {
 			return err
+		}
+		if r.Method == http.MethodPost && b.acted.Add(1) == 1 {
+			if b.leaves {
+				_ = b.listener.Close()
+			}
+			return nil
 		}
 		if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"); err != nil {
 			return err
@@ -303,10 +372,8 @@ func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
 	}
 	for _, body := range []string{"x", ""} {
 		b, base := newRawBank(t, false)
-		transport, err := keyclient.NewTransport(base, unknown(keyclient.TransportConfig{}))
-		require.NoError(t, err)
-		client := &http.Client{Transport: transport}
-		_, _, err = do(t.Context(), t, client, http.MethodGet, b.url, "")
+		client := clientOf(t, base, unknown(keyclient.TransportConfig{}))
+		_, _, err := do(t.Context(), t, client, http.MethodGet, b.url, "")
 		require.NoError(t, err)
 		_, _, err = do(t.Context(), t, client, http.MethodPost, b.url, body)
 		var unanswered *keyclient.UnansweredError
@@ -334,9 +401,8 @@ func TestErrorOfAttemptsThatWereNotSent(t *testing.T) {
 			}
 			return (&net.Dialer{}).DialContext(ctx, network, address)
 		}}
-		transport, err := keyclient.NewTransport(keyclient.Single(base), quick(keyclient.TransportConfig{AttemptsMax: 3, Honours: []string{honours}}))
-		require.NoError(t, err)
-		_, _, err = do(t.Context(), t, &http.Client{Transport: transport}, http.MethodPost, s.URL, "x")
+		client := clientOf(t, keyclient.Single(base), quick(keyclient.TransportConfig{AttemptsMax: 3, Honours: []string{honours}}))
+		_, _, err := do(t.Context(), t, client, http.MethodPost, s.URL, "x")
 		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.Equal(t, want.attempts, unanswered.Attempts)

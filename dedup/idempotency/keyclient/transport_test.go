@@ -3,8 +3,10 @@ package keyclient_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -38,6 +40,11 @@ func newClient(t *testing.T, cfg keyclient.TransportConfig) *http.Client {
 	t.Helper()
 	base := &http.Transport{}
 	t.Cleanup(base.CloseIdleConnections)
+	return clientOf(t, base, cfg)
+}
+
+func clientOf(t *testing.T, base http.RoundTripper, cfg keyclient.TransportConfig) *http.Client {
+	t.Helper()
 	transport, err := keyclient.NewTransport(base, cfg)
 	require.NoError(t, err)
 	return &http.Client{Transport: transport}
@@ -137,50 +144,40 @@ func TestKeyOfTheCallerIsKept(t *testing.T) {
 func TestWhatIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	const all = 3
+	replayed, again := http.Header{"Idempotent-Replayed": {"true"}}, http.Header{"Retry-After": {"0"}}
 	for _, test := range []struct {
-		name     string
 		method   string
-		status   int
+		statuses []int
 		header   http.Header
 		attempts int
 	}{
-		{"408", "POST", 408, nil, all},
-		{"425", "POST", 425, nil, all},
-		{"429", "POST", 429, nil, all},
-		{"500", "POST", 500, nil, all},
-		{"502", "POST", 502, nil, all},
-		{"503", "POST", 503, nil, all},
-		{"504", "POST", 504, nil, all},
-		{"GET has none", "GET", 503, nil, 1},
-		{"PUT has none", "PUT", 503, nil, 1},
-		{"DELETE has none", "DELETE", 503, nil, 1},
-		{"in progress", "POST", 409, http.Header{"Retry-After": {"0"}}, all},
-		{"another conflict", "POST", 409, nil, 1},
-		{"mismatch", "POST", 422, http.Header{"Retry-After": {"0"}}, 1},
-		{"replayed failure", "POST", 500, http.Header{"Idempotent-Replayed": {"true"}}, 1},
-		{"400", "POST", 400, nil, 1},
-		{"401", "POST", 401, nil, 1},
-		{"501", "POST", 501, nil, 1},
-		{"201", "POST", 201, nil, 1},
-		{"asks for too long", "POST", 503, http.Header{"Retry-After": {"3600"}}, 1},
-		{"asks for ever", "POST", 503, http.Header{"Retry-After": {"4294967295"}}, 1},
+		{"POST", []int{408, 425, 429, 500, 502, 503, 504}, nil, all},
+		{"GET", []int{503}, nil, 1}, // these have no key
+		{"PUT", []int{503}, nil, 1},
+		{"DELETE", []int{503}, nil, 1},
+		{"POST", []int{409}, again, all}, // in progress
+		{"POST", []int{201, 400, 401, 409, 501}, nil, 1},
+		{"POST", []int{422}, again, 1}, // a mismatch
+		{"POST", []int{500}, replayed, 1},
+		{"POST", []int{503}, http.Header{"Retry-After": {"3600"}}, 1}, // asks for too long, or for ever
+		{"POST", []int{503}, http.Header{"Retry-After": {"4294967295"}}, 1},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
-			s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
-				for name, values := range test.header {
-					w.Header()[name] = values
-				}
-				w.WriteHeader(test.status)
-				_, _ = io.WriteString(w, "answer")
+		for _, status := range test.statuses {
+			t.Run(fmt.Sprint(test.method, status, test.header), func(t *testing.T) {
+				t.Parallel()
+				s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+					maps.Copy(w.Header(), test.header)
+					w.WriteHeader(status)
+					_, _ = io.WriteString(w, "answer")
+				})
+				client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: all}))
+				got, body, err := do(t.Context(), t, client, test.method, s.URL, "")
+				require.NoError(t, err)
+				require.Equal(t, status, got)
+				require.Equal(t, "answer", body)
+				require.Len(t, s.all(), test.attempts)
 			})
-			client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: all}))
-			status, body, err := do(t.Context(), t, client, test.method, s.URL, "")
-			require.NoError(t, err)
-			require.Equal(t, test.status, status)
-			require.Equal(t, "answer", body)
-			require.Len(t, s.all(), test.attempts)
-		})
+		}
 	}
 }
 
@@ -307,14 +304,12 @@ func nothing() *log.Logger { return log.New(io.Discard, "", 0) }
 // network is a client's base in a bubble of synctest, where real connections would stop the clock.
 type network func(attempt int) (*http.Response, error)
 
-func (n network) transport(t *testing.T, attempts *[]time.Time, cfg keyclient.TransportConfig) *keyclient.Transport {
+func (n network) client(t *testing.T, attempts *[]time.Time, cfg keyclient.TransportConfig) *http.Client {
 	t.Helper()
-	transport, err := keyclient.NewTransport(roundTripper(func(*http.Request) (*http.Response, error) {
+	return clientOf(t, roundTripper(func(*http.Request) (*http.Response, error) {
 		*attempts = append(*attempts, time.Now())
 		return n(len(*attempts))
 	}), cfg)
-	require.NoError(t, err)
-	return transport
 }
 
 type roundTripper func(*http.Request) (*http.Response, error)
@@ -323,13 +318,6 @@ func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { retur
 
 func answerOf(status int, header http.Header) *http.Response {
 	return &http.Response{StatusCode: status, Header: header, Body: http.NoBody}
-}
-
-func post(t *testing.T, transport *keyclient.Transport) (*http.Response, error) {
-	t.Helper()
-	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://bank.example", http.NoBody)
-	require.NoError(t, err)
-	return transport.RoundTrip(request)
 }
 
 // Property: the pause before attempt n+1 is anything up to 100 ms doubled n-1 times, at most
@@ -342,9 +330,9 @@ func TestPausesGrowAndAreSpread(t *testing.T) {
 		low, high := make([]bool, len(ceilings)), make([]bool, len(ceilings))
 		for range 100 { // 2⁻¹⁰⁰ is the chance of a failure by chance
 			var attempts []time.Time
-			transport := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
-				transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMax: time.Second})
-			_, err := post(t, transport) //nolint:bodyclose // there is none
+			client := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
+				client(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMax: time.Second})
+			_, _, err := do(t.Context(), t, client, http.MethodPost, "http://bank.example", "")
 			require.Error(t, err)
 			require.Len(t, attempts, len(ceilings)+1)
 			for i, ms := range ceilings {
@@ -376,15 +364,14 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				var attempts []time.Time
-				transport := network(func(attempt int) (*http.Response, error) {
+				client := network(func(attempt int) (*http.Response, error) {
 					if attempt == 1 {
 						return answerOf(http.StatusTooManyRequests, test.header), nil
 					}
 					return answerOf(http.StatusOK, http.Header{}), nil
-				}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
-				response, err := post(t, transport)
+				}).client(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
+				_, _, err := do(t.Context(), t, client, http.MethodPost, "http://bank.example", "")
 				require.NoError(t, err)
-				require.NoError(t, response.Body.Close())
 				require.Len(t, attempts, 2)
 				pause := attempts[1].Sub(attempts[0])
 				require.GreaterOrEqual(t, pause, test.want)
@@ -401,12 +388,12 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		gone := errors.New("gone")
 		ctx, cancel := context.WithCancelCause(keyclient.WithKey(t.Context(), "k"))
 		var attempts []time.Time
-		transport := network(func(int) (*http.Response, error) {
+		client := network(func(int) (*http.Response, error) {
 			time.AfterFunc(time.Second, func() { cancel(gone) })
 			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
-		}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: time.Minute})
+		}).client(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: time.Minute})
 		start := time.Now()
-		_, _, err := do(ctx, t, &http.Client{Transport: transport}, http.MethodPost, "http://bank.example", "")
+		_, _, err := do(ctx, t, client, http.MethodPost, "http://bank.example", "")
 		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.ErrorIs(t, err, gone)

@@ -153,16 +153,29 @@ func TestRefusalsStopTheSender(t *testing.T) {
 	}
 }
 
-// Property: two receivers of one event have an effect each.
-func TestReceiversHaveNames(t *testing.T) {
+// Property: name and ID decide: two receivers of one event have an effect each, an event that comes
+// again with another body is not handled again, and where Config.ID makes the ID, two events of one
+// happening have one effect. A sender that hangs up does not end the work. Row H19 of guarantees.md.
+func TestNameAndIDDecide(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	for range 2 {
-		for _, name := range []string{"ledger", "mail"} {
-			require.Equal(t, http.StatusOK, deliver(newReceiver(t, pool, webhook.Config{Name: name}, book), request(t, "evt_1", pgtest.Now(t))).Code)
+	ctx, hangUp := context.WithCancel(t.Context())
+	defer hangUp()
+	hangsUp := func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
+		hangUp()
+		return book(ctx, tx, event)
+	}
+	happening := func(e webhook.Event) (string, error) { return idempotency.Domain(e.Type, "in_1"), nil }
+	changed := bytes.ReplaceAll(bodyOf("evt_1"), []byte("100"), []byte("999"))
+	for _, body := range [][]byte{bodyOf("evt_1"), changed, bodyOf("evt_2")} {
+		for _, cfg := range []webhook.Config{{Name: "ledger"}, {Name: "mail"}, {Name: "happenings", ID: happening}} {
+			r := httptest.NewRequestWithContext(ctx, http.MethodPost, "/", bytes.NewReader(body))
+			r.Header = senders()["stripe"].sign(t, secret, "", pgtest.Now(t), body)
+			require.Equal(t, http.StatusOK, deliver(newReceiver(t, pool, cfg, hangsUp), r).Code)
 		}
 	}
-	require.Equal(t, 2, effects(t, pool, "evt_1"))
+	require.Equal(t, []int{2, 2}, []int{effects(t, pool, "evt_1"), effects(t, pool, "evt_2")}, "ledger and mail")
+	require.Equal(t, 5, pgtest.Count(t, pool, `SELECT count(*) FROM effects`), "and one of the happening")
 }
 
 // Property: a delivery that was signed too long ago, or too far ahead, has no effect and stores
@@ -244,22 +257,6 @@ type failing struct{}
 
 func (failing) Read([]byte) (int, error) { return 0, io.ErrUnexpectedEOF }
 
-// Property: the ID decides: an event that comes again with another body is not handled again.
-func TestChangedBody(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	changed := func() *http.Request {
-		body := bytes.ReplaceAll(bodyOf("evt_1"), []byte("100"), []byte("999"))
-		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(body))
-		r.Header = senders()["stripe"].sign(t, secret, "evt_1", pgtest.Now(t), body)
-		return r
-	}
-	r := newReceiver(t, pool, webhook.Config{}, book)
-	require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", pgtest.Now(t))).Code)
-	require.Equal(t, http.StatusOK, deliver(r, changed()).Code)
-	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
-}
-
 // Property: a sender with too many concurrent deliveries gets an answer with the time of a retry. Row H29 of guarantees.md.
 func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 	t.Parallel()
@@ -276,23 +273,6 @@ func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 		status, after := webhook.AnswerTo(fmt.Errorf("once: %w", c.err))
 		require.Equal(t, []any{c.status, c.after}, []any{status, after}, c.err)
 	}
-}
-
-// Property: where Config.ID makes the ID, two events of one happening have one effect. A sender that
-// hangs up does not end the work. Row H19 of guarantees.md.
-func TestOwnIDs(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	ctx, hangUp := context.WithCancel(t.Context())
-	defer hangUp()
-	r := newReceiver(t, pool, webhook.Config{ID: func(e webhook.Event) (string, error) { return idempotency.Domain(e.Type, "in_1"), nil }}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
-		hangUp()
-		return book(ctx, tx, event)
-	})
-	for _, id := range []string{"evt_1", "evt_2"} {
-		require.Equal(t, http.StatusOK, deliver(r, request(t, id, pgtest.Now(t)).WithContext(ctx)).Code)
-	}
-	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

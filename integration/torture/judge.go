@@ -1,0 +1,131 @@
+package torture
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"runtime/pprof"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pause"
+)
+
+const (
+	// StuckAfter is how long nothing may take effect while something is missing, behind the last fault.
+	StuckAfter = time.Minute
+	// quiet is how long effects that come twice are waited for.
+	quiet = 2 * time.Second
+
+	examplesMax = 8
+)
+
+// expectedSQL has a row for each effect that should be: of each order in the groups that read it, and of
+// the children that two of them publish, in the third.
+const expectedSQL = `WITH expected AS (
+  SELECT w.consumer, w.source, o.id, o.key, o.habit FROM public.torture_orders AS o
+  CROSS JOIN (VALUES ('torture-0', ''), ('torture-1', ''), ('torture-2', 'torture-0'), ('torture-2', 'torture-1')) AS w (consumer, source)
+) `
+
+const missingSQL = expectedSQL + `SELECT * FROM expected AS w WHERE NOT EXISTS
+  (SELECT FROM public.torture_effects AS e WHERE e.consumer = w.consumer AND e.source = w.source AND e.id = w.id)`
+
+// drain waits until every order has its effects, and retries what is parked or dead as an operator does.
+func (r *run) drain(ctx context.Context) {
+	begun := time.Now()
+	moved, before := begun, 0
+	for ctx.Err() == nil {
+		for _, sql := range []string{
+			`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked'`, retryDeadSQL,
+		} {
+			statement(sql)(ctx, r, Fault{})
+		}
+		missing := r.rows(ctx, missingSQL)
+		r.report.DrainSeconds = math.Round(time.Since(begun).Seconds()*10) / 10
+		switch n := len(missing); {
+		case n == 0:
+			pause.For(ctx, quiet)
+			return
+		case n != before:
+			moved, before = time.Now(), n
+		case time.Since(moved) > StuckAfter:
+			r.report.Stuck = n
+			r.broken("%d effects are missing, and none came for %v: %s", n, StuckAfter, examples(missing))
+			_ = pprof.Lookup("goroutine").WriteTo(r.Log, 1) // nothing can be done about an error
+			for _, g := range r.groups {
+				if r.kafka.Fake != nil {
+					r.logger.Error("stuck", "group", fmt.Sprintf("%+v", r.kafka.Fake.GroupInfo(g.name)))
+				}
+			}
+			return
+		}
+		pause.For(ctx, restartGap)
+	}
+}
+
+// judge compares what is left with what was ordered, once nothing runs any more.
+func (r *run) judge(ctx context.Context) {
+	r.report.Lost = r.none(ctx, "order was acknowledged and is not stored",
+		`SELECT a.id FROM unnest($1::bigint[]) AS a (id) WHERE NOT EXISTS (SELECT FROM public.torture_orders AS o WHERE o.id = a.id)`, r.acknowledged)
+	if r.report.Stuck == 0 {
+		r.report.Lost += r.none(ctx, "effect is missing", missingSQL)
+	}
+	r.report.Doubled = r.none(ctx, "effect happened more than once",
+		`SELECT consumer, source, id, count(*), min(at), max(at) FROM public.torture_effects GROUP BY consumer, source, id HAVING count(*) > 1`) +
+		r.none(ctx, "effect was never ordered", expectedSQL+`SELECT consumer, source, id, at FROM public.torture_effects AS e
+			WHERE NOT EXISTS (SELECT FROM expected AS w WHERE w.consumer = e.consumer AND w.source = e.source AND w.id = e.id)`)
+	for i, g := range r.plan.Groups {
+		ordered := func(i int) bool { return r.plan.Groups[i].ordered() }
+		if r.plan.Scheduled || !g.ordered() || i == 2 && !(ordered(0) && ordered(1)) {
+			continue
+		}
+		r.report.OutOfOrder += r.none(ctx, "effect is out of the order of its key", `SELECT * FROM (
+			SELECT consumer, source, key, id, version, lag(version) OVER (PARTITION BY source, key ORDER BY seq) AS before FROM public.torture_effects WHERE consumer = $1
+		) AS e WHERE version < before`, g.config.Group)
+	}
+	r.none(ctx, "message stays parked", `SELECT consumer, topic, partition, "offset", state, reason, attempts, error FROM effectonce.parked_messages`)
+	r.none(ctx, "row stays dead", `SELECT seq, topic, state, reason, error FROM effectonce.outbox_dead`)
+	r.none(ctx, "lease stays behind", `SELECT relay, shard, owner FROM effectonce.outbox_progress WHERE owner IS NOT NULL AND lease_until > clock_timestamp()`)
+	r.none(ctx, "session stays behind", `SELECT pid, application_name, state, query FROM pg_stat_activity WHERE application_name LIKE 'torture %'`)
+	r.none(ctx, "prepared transaction stays behind", `SELECT gid FROM pg_prepared_xacts`)
+	for _, count := range r.rows(ctx, `SELECT count(*) FROM public.torture_effects`) {
+		_, _ = fmt.Sscan(count, &r.report.Messages)
+	}
+	if len(r.acknowledged) == 0 || r.report.Messages == 0 {
+		r.broken("nothing was ordered, or nothing took effect: the run proves nothing")
+	}
+}
+
+func (g GroupPlan) ordered() bool { return g.config.Order != consumer.OrderUnordered }
+
+// none adds a problem if a query returns rows, and returns how many.
+func (r *run) none(ctx context.Context, what, sql string, args ...any) int {
+	found := r.rows(ctx, sql, args...)
+	if len(found) > 0 {
+		r.broken("%d times: %s: %s", len(found), what, examples(found))
+	}
+	return len(found)
+}
+
+// rows returns the rows of a query as text.
+func (r *run) rows(ctx context.Context, sql string, args ...any) []string {
+	rows, _ := r.pool.Query(ctx, sql, args...) // CollectRows returns its error
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (string, error) {
+		values, err := row.Values()
+		return strings.Trim(fmt.Sprint(values), "[]"), err
+	})
+	if err != nil && ctx.Err() == nil {
+		r.broken("the judge cannot read: %v", err)
+	}
+	return all
+}
+
+func examples(all []string) string {
+	if len(all) > examplesMax {
+		all = append(all[:examplesMax:examplesMax], "…")
+	}
+	return strings.Join(all, "; ")
+}

@@ -1,0 +1,127 @@
+package torture
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/consumer"
+)
+
+type shape string
+
+const (
+	shapeEach   shape = "each"
+	shapeQueued shape = "queued"
+	shapeBatch  shape = "batch"
+)
+
+// Plan is what a seed draws: the pipeline, and what happens to it when. Everything else is chance of the
+// machine.
+type Plan struct {
+	Seed        uint64
+	ExactlyOnce bool // the relay
+	Shards      int16
+	Again       bool // records are produced again, with their headers
+	Scheduled   bool // some messages have a DeliverAt, so that order ends
+	Groups      []GroupPlan
+	Faults      []Fault
+}
+
+// GroupPlan is a consumer group with two replicas.
+type GroupPlan struct {
+	Shape  shape
+	Topics []string
+	child  string // the topic that it publishes to; empty: to none
+	config consumer.Config
+}
+
+// Fault is one of the nemesis. Which of several things it concerns follows from Choice.
+type Fault struct {
+	At     time.Duration
+	What   string
+	Choice int
+	Lasts  time.Duration
+}
+
+const (
+	topicOrders = "torture-orders"
+	topicMore   = "torture-more"
+	topicChild  = "torture-children"
+
+	partitions = 3
+	keysAll    = 40
+
+	faultGapMin, faultGapMax = 20 * time.Millisecond, 420 * time.Millisecond
+	faultLastsMax            = 6 * time.Second // longer than a lease, a session and every limit of a handler
+)
+
+// draw makes the plan of a seed.
+func draw(seed uint64, duration time.Duration, faults []string) *Plan {
+	random := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // repeatable
+	p := &Plan{
+		Seed: seed, ExactlyOnce: random.IntN(2) == 0, Shards: pick[int16](random, 1, 1, 3),
+		Again: random.IntN(2) == 0, Scheduled: random.IntN(2) == 0,
+	}
+	for i := range 3 {
+		g := GroupPlan{Shape: pick(random, shapeEach, shapeEach, shapeQueued, shapeBatch), Topics: []string{topicOrders, topicMore}, child: topicChild}
+		if i == 2 {
+			g.Topics, g.child = []string{topicChild}, ""
+		}
+		g.config = consumer.Config{
+			Group: fmt.Sprint("torture-", i), Topics: g.Topics,
+			Order:    pick(random, consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered),
+			BatchMax: pick(random, 1, 5, 50, 500), AttemptsMax: pick(random, 3, 10), ParkShareMax: pick(random, 1, 1, 0.5),
+			DrainMax:       pick(random, 200*time.Millisecond, 2*time.Second),
+			OnFailure:      pick(random, consumer.OnFailurePark, consumer.OnFailurePark, consumer.OnFailureBlock),
+			HandlerTimeout: time.Second, IdleTimeout: 700 * time.Millisecond, StatementTimeout: time.Second, LockTimeout: 800 * time.Millisecond,
+			RetryMin: 20 * time.Millisecond, RetryMax: 500 * time.Millisecond,
+		}
+		switch {
+		case g.config.Order != consumer.OrderByPartition:
+			g.config.Workers = 1 + random.IntN(4)
+		case random.IntN(3) == 0 && !p.Again && p.ExactlyOnce:
+			g.config.Dedup = consumer.DedupByPosition
+		case random.IntN(4) == 0:
+			g.config.Isolation = pick(random, pgx.RepeatableRead, pgx.Serializable)
+		}
+		g.config.Forever = g.config.Dedup == consumer.DedupByID && random.IntN(5) == 0
+		p.Groups = append(p.Groups, g)
+	}
+	for at := faultGapMax; at < duration; at += between(random, faultGapMin, faultGapMax) {
+		p.Faults = append(p.Faults, Fault{at, pick(random, faults...), random.IntN(1 << 16), between(random, 0, faultLastsMax)})
+	}
+	return p
+}
+
+// drawHabit draws what the handlers of a message do: one of so many has a habit.
+func drawHabit(random *rand.Rand, of int) string {
+	if random.IntN(of) > 0 {
+		return ""
+	}
+	return pick(random, slices.Sorted(maps.Keys(habits()))...)
+}
+
+func pick[T any](random *rand.Rand, of ...T) T { return of[random.IntN(len(of))] }
+
+func between(random *rand.Rand, low, high time.Duration) time.Duration {
+	return low + time.Duration(random.Int64N(int64(high-low)))
+}
+
+// print writes the plan for people.
+func (p *Plan) print(w io.Writer) {
+	fmt.Fprintf(w, "seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
+	for _, g := range p.Groups {
+		c := g.config
+		fmt.Fprintf(w, "%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v\n",
+			c.Group, g.Shape, c.Order, c.Workers, c.BatchMax, c.Isolation, c.Dedup, c.Forever, c.AttemptsMax, c.ParkShareMax, c.OnFailure, c.DrainMax)
+	}
+	for i, f := range p.Faults {
+		fmt.Fprintf(w, "fault %d at %v: %s, choice %d, for %v\n", i, f.At.Round(time.Millisecond), f.What, f.Choice, f.Lasts.Round(time.Millisecond))
+	}
+}

@@ -1,0 +1,152 @@
+package torture
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// tablesSQL: orders are the ledger of what was ordered, effects of what was done.
+const tablesSQL = `
+CREATE TABLE public.torture_orders (id bigint PRIMARY KEY, key text NOT NULL, version bigint NOT NULL, habit text NOT NULL);
+CREATE TABLE public.torture_keys (key text PRIMARY KEY, version bigint NOT NULL);
+CREATE TABLE public.torture_effects (
+  seq bigint GENERATED ALWAYS AS IDENTITY, consumer text NOT NULL, source text NOT NULL, id bigint NOT NULL, key text NOT NULL,
+  version bigint NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX ON public.torture_effects (id);
+CREATE TABLE public.torture_uniques (n int, UNIQUE (n) DEFERRABLE INITIALLY DEFERRED);
+CREATE TABLE public.torture_hot (k bigint PRIMARY KEY, n bigint NOT NULL);
+INSERT INTO public.torture_hot SELECT n, 0 FROM generate_series(0, 2) AS n;
+CREATE TABLE public.torture_terminators (n int);
+CREATE FUNCTION public.torture_terminate() RETURNS trigger LANGUAGE plpgsql AS
+  'BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END';
+CREATE CONSTRAINT TRIGGER terminate AFTER INSERT ON public.torture_terminators DEFERRABLE INITIALLY DEFERRED
+  FOR EACH ROW EXECUTE FUNCTION public.torture_terminate();
+CREATE ROLE torture_tenant`
+
+func (r *run) setUp(ctx context.Context) error {
+	conn, err := r.pool.Acquire(ctx)
+	if err != nil {
+		return fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	defer conn.Release()
+	if err := migrations.Up(ctx, conn.Conn(), migrations.Options{}); err != nil {
+		return err
+	}
+	if _, err := conn.Exec(ctx, tablesSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
+		return fmt.Errorf("create the tables: %w", err)
+	}
+	if _, err := conn.Exec(ctx, `INSERT INTO public.torture_keys SELECT 'k' || n, 0 FROM generate_series(0, $1 - 1) AS n`, keysAll); err != nil {
+		return fmt.Errorf("create the keys: %w", err)
+	}
+	created, err := kadm.NewClient(r.client).CreateTopics(ctx, partitions, 1, nil, topicOrders, topicMore, topicChild)
+	return errors.Join(err, created.Error())
+}
+
+const (
+	writersAll   = 3
+	writerGapMax = 15 * time.Millisecond
+	waitsMax     = 300 * time.Millisecond // of a transaction that stays open
+	scheduledMax = 4 * time.Second
+	paddingBytes = 3000 // more than refusedBytes
+)
+
+var errChange = errors.New("torture: the shop changes its mind")
+
+func (r *run) startWriters(ctx context.Context, writers *sync.WaitGroup) {
+	var next atomic.Int64
+	for w := range uint64(writersAll) {
+		random := rand.New(rand.NewPCG(r.plan.Seed, 100+w)) //nolint:gosec // repeatable
+		writers.Go(func() {
+			for pause.For(ctx, between(random, 0, writerGapMax)) {
+				r.order(context.WithoutCancel(ctx), random, &next)
+			}
+		})
+	}
+	if r.plan.Again {
+		writers.Go(func() { r.publishAgain(ctx) })
+	}
+}
+
+// order places up to four orders in one transaction.
+func (r *run) order(ctx context.Context, random *rand.Rand, next *atomic.Int64) {
+	var placed []int64
+	err := pgx.BeginFunc(ctx, r.pool, func(tx pgx.Tx) error {
+		for range 1 + random.IntN(4) {
+			key := random.IntN(keysAll)
+			e := event{ID: next.Add(1), Key: fmt.Sprint("k", key), Habit: drawHabit(random, 12)}
+			placed = append(placed, e.ID)
+			topic := topicMore
+			if key < keysAll/4 {
+				topic = topicOrders
+			} else if random.IntN(60) == 0 {
+				e.Padding = strings.Repeat("x", paddingBytes)
+			}
+			if err := tx.QueryRow(ctx, `UPDATE public.torture_keys SET version = version + 1 WHERE key = $1 RETURNING version`, e.Key).Scan(&e.Version); err != nil {
+				return err
+			}
+			if _, err := tx.Exec(ctx, `INSERT INTO public.torture_orders VALUES ($1, $2, $3, $4)`, e.ID, e.Key, e.Version, e.Habit); err != nil {
+				return err
+			}
+			payload, err := json.Marshal(e)
+			if err != nil {
+				return err
+			}
+			m := outbox.Message{Topic: topic, Key: []byte(e.Key), Payload: payload}
+			if r.plan.Scheduled && random.IntN(5) == 0 {
+				m.DeliverAt = time.Now().Add(between(random, 0, scheduledMax))
+			}
+			if err := outbox.Publish(ctx, tx, m); err != nil {
+				return err
+			}
+		}
+		switch random.IntN(30) {
+		case 0, 1, 2:
+			return errChange
+		case 3:
+			pause.For(ctx, between(random, 0, waitsMax))
+		}
+		return nil
+	})
+	if err != nil { // rolled back, for example after a deadlock among keys, or unknown
+		r.logger.Info("shop", "orders", placed, "error", err)
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.acknowledged = append(r.acknowledged, placed...)
+}
+
+// publishAgain is a producer that sends records again, with everything that they have.
+func (r *run) publishAgain(ctx context.Context) {
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumeTopics(topicOrders, topicMore, topicChild),
+		kgo.RecordPartitioner(kgo.ManualPartitioner()), kgo.FetchIsolationLevel(kgo.ReadCommitted()))
+	if err != nil {
+		r.broken("a second producer: %v", err)
+		return
+	}
+	defer client.Close()
+	random := rand.New(rand.NewPCG(r.plan.Seed, 99)) //nolint:gosec // repeatable
+	for ctx.Err() == nil {
+		client.PollFetches(ctx).EachRecord(func(record *kgo.Record) {
+			if random.IntN(15) == 0 {
+				client.Produce(ctx, &kgo.Record{Topic: record.Topic, Partition: record.Partition, Key: record.Key, Value: record.Value, Headers: record.Headers}, nil)
+			}
+		})
+	}
+}

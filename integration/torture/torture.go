@@ -1,0 +1,218 @@
+// Package torture runs the whole pipeline under random faults, and judges what is left.
+//
+// A seed draws a plan: three consumer groups of any shape, order and failure policy (two publish into
+// one topic that the third reads), a relay of two replicas, and faults with their times. Writers place
+// orders, and say for most of them nothing and for some a habit: something that people write in handlers,
+// from the errors that everybody has to roles, savepoints and sessions that are left behind. Then the
+// faults end, and everything has to drain. The judge reads the tables with plain SQL: each acknowledged
+// order has one effect in each group, with all its children, in the order of its key; nothing else has
+// one; nothing stays behind.
+//
+// The same seed repeats the plan, not the times at which machines do things: a run that fails fails again
+// in some of its repetitions.
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+// Options of a run.
+type Options struct {
+	// Seed draws the plan.
+	Seed uint64
+	// Duration of the faults. Servers start before, and everything drains behind.
+	Duration time.Duration
+	// Embedded uses downloaded PostgreSQL and kfake, even if there is a Docker engine.
+	Embedded bool
+	// Log gets the plan, what the nemesis does, and what the replicas log. Default: nobody.
+	Log io.Writer
+	// Progress gets one line at a time. Default: nobody.
+	Progress func(line string)
+}
+
+// Report is what a run found.
+type Report struct {
+	Seed uint64 `json:"seed"`
+	// Messages that took effect, and Faults that happened.
+	Messages int `json:"messages"`
+	Faults   int `json:"faults"`
+	// Lost effects of acknowledged orders, Doubled ones, those OutOfOrder of their key, and those that
+	// had not happened when nothing moved for StuckAfter: Stuck.
+	Lost       int `json:"lost"`
+	Doubled    int `json:"doubled"`
+	OutOfOrder int `json:"out_of_order"`
+	Stuck      int `json:"stuck"`
+	// Problems say what is wrong, a line each; none: the promise held.
+	Problems []string `json:"problems"`
+	Postgres string   `json:"postgres"`
+	Kafka    string   `json:"kafka"`
+	// DrainSeconds is how long everything took to drain behind the faults.
+	DrainSeconds float64 `json:"drain_seconds"`
+}
+
+// Held reports whether the promise held.
+func (r *Report) Held() bool { return len(r.Problems) == 0 }
+
+// run is one run.
+type run struct {
+	Options
+
+	plan     *Plan
+	postgres *servers.Postgres
+	kafka    *servers.Kafka
+	pool     *pgxpool.Pool // of writers, nemesis and judge, as client: their network has no faults
+	client   *kgo.Client
+	logger   *slog.Logger
+	groups   []*group
+	replicas []*replica
+	gone     []*replica     // stopped, or killed; some end later
+	pending  sync.WaitGroup // faults that are not over
+	crashing sync.Mutex
+
+	repaired atomic.Bool // what fails permanently works again
+
+	mu           sync.Mutex
+	report       Report
+	acknowledged []int64 // orders whose COMMIT returned
+}
+
+// group is a consumer group.
+type group struct {
+	GroupPlan
+	*run
+
+	name string
+
+	tries sync.Map // *atomic.Int64 by source and ID
+}
+
+// count returns the number of this attempt.
+func (g *group) count(source string, id int64) int {
+	n, _ := g.tries.LoadOrStore(fmt.Sprint(source, "/", id), new(atomic.Int64))
+	return int(n.(*atomic.Int64).Add(1))
+}
+
+// childHabit is what the handler of a child does: drawn from the seed, the same at every attempt.
+func (g *group) childHabit(id int64) string {
+	return drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), 36) //nolint:gosec // repeatable
+}
+
+// broken adds a problem.
+func (r *run) broken(format string, args ...any) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.report.Problems = append(r.report.Problems, fmt.Sprintf(format, args...))
+}
+
+// Run runs one torture. An error means that it could not be run; what it found is in the report.
+func Run(ctx context.Context, opts Options) (_ *Report, err error) {
+	if opts.Log == nil {
+		opts.Log = io.Discard
+	}
+	if opts.Progress == nil {
+		opts.Progress = func(string) {}
+	}
+	r := &run{Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), report: Report{Seed: opts.Seed}}
+	defer func() { err = errors.Join(err, r.stopServers(ctx)) }()
+	if err := r.startServers(ctx); err != nil {
+		return nil, err
+	}
+	defer r.pool.Close()
+	defer r.client.Close()
+	r.plan = draw(opts.Seed, opts.Duration, r.faultNames())
+	r.plan.print(opts.Log)
+	for _, p := range r.plan.Groups {
+		r.groups = append(r.groups, &group{GroupPlan: p, run: r, name: p.config.Group})
+	}
+	if err := r.setUp(ctx); err != nil {
+		return nil, err
+	}
+	defer r.stopReplicas()
+	r.startReplicas(ctx)
+	writing, stopWriting := context.WithCancel(ctx)
+	defer stopWriting()
+	var writers sync.WaitGroup
+	r.startWriters(writing, &writers)
+	r.torment(ctx)
+	stopWriting()
+	writers.Wait()
+	r.Progress("the faults are over")
+	r.pending.Wait()
+	r.heal(ctx)
+	r.drain(ctx)
+	r.stopReplicas()
+	r.judge(ctx)
+	return &r.report, ctx.Err()
+}
+
+func (r *run) startServers(ctx context.Context) (err error) {
+	r.Progress("starting the servers (the first run downloads PostgreSQL)")
+	if r.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: r.Embedded, Parameters: map[string]string{
+		"max_connections": "300",
+	}}); err != nil {
+		return err
+	}
+	if r.kafka, err = servers.StartKafka(ctx, servers.KafkaOptions{Own: true, Embedded: r.Embedded, Fake: []kfake.Opt{kfake.NumBrokers(3), kfake.SleepOutOfOrder()}}); err != nil {
+		return err
+	}
+	r.report.Postgres, r.report.Kafka = r.postgres.Description, r.kafka.Description
+	r.Progress(r.postgres.Description)
+	r.Progress(r.kafka.Description)
+	if r.client, err = kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...)); err != nil {
+		return err
+	}
+	r.pool, err = pgxpool.New(ctx, r.postgres.URL)
+	return err
+}
+
+const stopMax = 30 * time.Second
+
+func (r *run) stopServers(ctx context.Context) (err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopMax)
+	defer cancel()
+	if r.kafka != nil {
+		err = r.kafka.Stop(ctx)
+	}
+	if r.postgres != nil {
+		err = errors.Join(err, r.postgres.Stop(ctx))
+	}
+	return err
+}
+
+// later does something after a while, or at the end of the run.
+func (r *run) later(ctx context.Context, after time.Duration, what func()) {
+	r.pending.Go(func() {
+		pause.For(ctx, after)
+		what()
+	})
+}
+
+// tx executes a statement in a transaction that stays open for a while.
+func (r *run) tx(ctx context.Context, open time.Duration, statement string) {
+	r.pending.Go(func() {
+		err := pgx.BeginFunc(ctx, r.pool, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(ctx, statement, pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
+			pause.For(ctx, open)
+			return nil
+		})
+		r.logger.Info("nemesis: transaction over", "statement", statement, "error", err)
+	})
+}

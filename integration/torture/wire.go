@@ -1,0 +1,180 @@
+package torture
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net"
+	"os"
+	"sync"
+	"time"
+)
+
+// wire is the network of one replica: all its connections to PostgreSQL and Kafka.
+type wire struct {
+	mu     sync.Mutex
+	random *rand.Rand
+	conns  map[*conn]bool
+	frozen chan struct{} // closed by thaw; nil: not frozen
+	dead   bool
+	// unheard is how many of a thousand COMMITs are cut after they were sent, so that their outcome is
+	// unknown.
+	unheard int
+}
+
+func newWire(random *rand.Rand, unheard int) *wire {
+	return &wire{random: random, conns: map[*conn]bool{}, unheard: unheard}
+}
+
+var errDead = errors.New("torture: the process is dead")
+
+func (w *wire) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	raw, err := (&net.Dialer{}).DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	c := &conn{Conn: raw, wire: w}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.dead {
+		return nil, errors.Join(errDead, raw.Close())
+	}
+	w.conns[c] = true
+	return c, nil
+}
+
+// kill ends every connection for good, as SIGKILL does.
+func (w *wire) kill() {
+	w.thaw()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.dead = true
+	for c := range w.conns {
+		_ = c.Conn.Close() // as the kernel does
+	}
+}
+
+// cut ends about half of the connections.
+func (w *wire) cut() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for c := range w.conns {
+		if w.random.IntN(2) == 0 {
+			_ = c.Conn.Close()
+		}
+	}
+}
+
+// freeze makes the network silent until thaw: nothing is lost, nothing arrives.
+func (w *wire) freeze() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.frozen == nil && !w.dead {
+		w.frozen = make(chan struct{})
+	}
+}
+
+func (w *wire) thaw() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.frozen != nil {
+		close(w.frozen)
+		w.frozen = nil
+	}
+}
+
+// heal ends what goes on by itself.
+func (w *wire) heal() {
+	w.thaw()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.unheard = 0
+}
+
+// cuts reports whether the connection ends behind what was just sent.
+func (w *wire) cuts(sent []byte) bool {
+	if !bytes.Contains(bytes.ToLower(sent), []byte("commit")) {
+		return false
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.random.IntN(1000) < w.unheard
+}
+
+type conn struct {
+	net.Conn
+
+	wire        *wire
+	mu          sync.Mutex
+	read, write time.Time // deadlines
+}
+
+// lookEvery is how often a frozen connection looks whether its deadline has passed.
+const lookEvery = 2 * time.Millisecond
+
+// wait returns once the wire is not frozen, or at the deadline.
+func (c *conn) wait(deadline *time.Time) error {
+	for {
+		c.wire.mu.Lock()
+		frozen := c.wire.frozen
+		c.wire.mu.Unlock()
+		if frozen == nil {
+			return nil
+		}
+		select {
+		case <-frozen:
+		case <-time.After(lookEvery):
+		}
+		c.mu.Lock()
+		over := !deadline.IsZero() && time.Now().After(*deadline)
+		c.mu.Unlock()
+		if over {
+			return os.ErrDeadlineExceeded
+		}
+	}
+}
+
+func (c *conn) SetDeadline(t time.Time) error {
+	return errors.Join(c.SetReadDeadline(t), c.SetWriteDeadline(t))
+}
+
+func (c *conn) SetReadDeadline(t time.Time) error {
+	c.mu.Lock()
+	c.read = t
+	c.mu.Unlock()
+	return c.Conn.SetReadDeadline(t)
+}
+
+func (c *conn) SetWriteDeadline(t time.Time) error {
+	c.mu.Lock()
+	c.write = t
+	c.mu.Unlock()
+	return c.Conn.SetWriteDeadline(t)
+}
+
+func (c *conn) Read(b []byte) (int, error) {
+	if err := c.wait(&c.read); err != nil {
+		return 0, err
+	}
+	return c.Conn.Read(b)
+}
+
+func (c *conn) Write(b []byte) (int, error) {
+	if err := c.wait(&c.write); err != nil {
+		return 0, err
+	}
+	n, err := c.Conn.Write(b)
+	if err == nil && c.wire.cuts(b) {
+		<-time.After(lookEvery) // the server may have heard it
+		_ = c.Conn.Close()
+	}
+	return n, err
+}
+
+func (c *conn) Close() error {
+	c.wire.mu.Lock()
+	delete(c.wire.conns, c)
+	c.wire.mu.Unlock()
+	return c.Conn.Close()
+}

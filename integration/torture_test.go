@@ -1,0 +1,45 @@
+package integration_test
+
+import (
+	"context"
+	"flag"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/integration/torture"
+	"github.com/effectonce/effectonce/internal/longtest"
+)
+
+var (
+	tortureFor  = flag.Duration("torture", time.Minute, "how long TestTorture has faults")        //nolint:gochecknoglobals // flags are
+	tortureSeed = flag.Uint64("torture-seed", 0, "seed of TestTorture; 0 takes one by chance")    //nolint:gochecknoglobals // flags are
+	tortureLog  = flag.String("torture-log", "", "file of its log, which is in a directory else") //nolint:gochecknoglobals // flags are
+)
+
+// Under random faults, with handlers as people write them, every acknowledged order takes effect exactly
+// once, in order, and everything drains: see package torture.
+func TestTorture(t *testing.T) {
+	longtest.Only(t, "torture")
+	opts := torture.Options{Seed: *tortureSeed, Duration: *tortureFor, Progress: func(line string) { t.Log(line) }}
+	if opts.Seed == 0 {
+		opts.Seed = uint64(rand.Uint32()) //nolint:gosec // any number will do
+	}
+	name := *tortureLog
+	if name == "" {
+		name = filepath.Join(t.ArtifactDir(), "torture.log")
+	}
+	log, err := os.Create(name)
+	require.NoError(t, err)
+	defer func() { _ = log.Close() }()
+	opts.Log = log
+	report, err := torture.Run(context.WithoutCancel(t.Context()), opts)
+	require.NoError(t, err)
+	t.Logf("%+v", *report)
+	assert.Empty(t, report.Problems, "-torture-seed %d", opts.Seed)
+}

@@ -17,18 +17,19 @@ import (
 )
 
 var (
-	tortureFor  = flag.Duration("torture", time.Minute, "how long TestTorture has faults")        //nolint:gochecknoglobals // flags are
-	tortureSeed = flag.Uint64("torture-seed", 0, "seed of TestTorture; 0 takes one by chance")    //nolint:gochecknoglobals // flags are
-	tortureLog  = flag.String("torture-log", "", "file of its log, which is in a directory else") //nolint:gochecknoglobals // flags are
+	tortureFor  = flag.Duration("torture", 3*time.Minute, "how long TestTorture has faults")
+	tortureSeed = flag.Uint64("torture-seed", 0, "seed of TestTorture; 0 takes one by chance")
+	tortureLog  = flag.String("torture-log", "", "file of its log, which is in a directory else")
 )
 
 // Under random faults, with handlers as people write them, every acknowledged order takes effect exactly
 // once, in order, and everything drains: see package torture.
 func TestTorture(t *testing.T) {
 	longtest.Only(t, "torture")
+	t.Parallel()
 	opts := torture.Options{Seed: *tortureSeed, Duration: *tortureFor, Progress: func(line string) { t.Log(line) }}
 	if opts.Seed == 0 {
-		opts.Seed = uint64(rand.Uint32()) //nolint:gosec // any number will do
+		opts.Seed = uint64(rand.Uint32())
 	}
 	name := *tortureLog
 	if name == "" {

@@ -200,7 +200,7 @@ func swallowed(what func(context.Context, *attempt) error) func(context.Context,
 }
 
 func openRows(ctx context.Context, a *attempt) error {
-	_, err := a.tx.Query(ctx, `SELECT generate_series(1, 100)`) //nolint:rowserrcheck // they stay open
+	_, err := a.tx.Query(ctx, `SELECT generate_series(1, 100)`) //nolint:sqlclosecheck // they stay open
 	return err
 }
 

@@ -2,10 +2,10 @@ package torture
 
 import (
 	"fmt"
-	"io"
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -113,15 +113,18 @@ func between(random *rand.Rand, low, high time.Duration) time.Duration {
 	return low + time.Duration(random.Int64N(int64(high-low)))
 }
 
-// print writes the plan for people.
-func (p *Plan) print(w io.Writer) {
-	fmt.Fprintf(w, "seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
+// String is the plan for people.
+func (p *Plan) String() string {
+	var text strings.Builder
+	say := func(format string, args ...any) { fmt.Fprintf(&text, format, args) }
+	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
 	for _, g := range p.Groups {
 		c := g.config
-		fmt.Fprintf(w, "%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v\n",
+		say("%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v\n",
 			c.Group, g.Shape, c.Order, c.Workers, c.BatchMax, c.Isolation, c.Dedup, c.Forever, c.AttemptsMax, c.ParkShareMax, c.OnFailure, c.DrainMax)
 	}
 	for i, f := range p.Faults {
-		fmt.Fprintf(w, "fault %d at %v: %s, choice %d, for %v\n", i, f.At.Round(time.Millisecond), f.What, f.Choice, f.Lasts.Round(time.Millisecond))
+		say("fault %d at %v: %s, choice %d, for %v\n", i, f.At.Round(time.Millisecond), f.What, f.Choice, f.Lasts.Round(time.Millisecond))
 	}
+	return text.String()
 }

@@ -69,6 +69,16 @@ type Report struct {
 // Held reports whether the promise held.
 func (r *Report) Held() bool { return len(r.Problems) == 0 }
 
+// String is the report for people.
+func (r *Report) String() string {
+	text := fmt.Sprintf("%d effects, %d faults, drained in %v s; lost %d, doubled %d, out of order %d, stuck %d; seed %d",
+		r.Messages, r.Faults, r.DrainSeconds, r.Lost, r.Doubled, r.OutOfOrder, r.Stuck, r.Seed)
+	for _, problem := range r.Problems {
+		text += "; problem: " + problem
+	}
+	return text
+}
+
 // run is one run.
 type run struct {
 	Options
@@ -136,7 +146,9 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	defer r.pool.Close()
 	defer r.client.Close()
 	r.plan = draw(opts.Seed, opts.Duration, r.faultNames())
-	r.plan.print(opts.Log)
+	if _, err := io.WriteString(opts.Log, r.plan.String()); err != nil {
+		return nil, err
+	}
 	for _, p := range r.plan.Groups {
 		r.groups = append(r.groups, &group{GroupPlan: p, run: r, name: p.config.Group})
 	}

@@ -53,7 +53,8 @@ func TestBenchmarks(t *testing.T) {
 	}{
 		{bench.Relay, []string{"skip_locked", "bare_cursor", "relay", "exactly_once", "p50_ms", "p99_ms"}, `relay \(at least once\) +\d+ +\d+\.\.\d+ +rows/s`},
 		{
-			bench.Keys, []string{"textbook", "without", "once", "flow", "replay", "bytes_per_key", "wal_bytes_per_key", "xids_per_key", "forgotten"},
+			bench.Keys,
+			[]string{"textbook", "without", "once", "flow", "replay", "bytes_per_key", "wal_bytes_per_key", "xids_per_key", "forgotten"},
 			`replay \(a stored response\) +\d+ +\d+\.\.\d+ +requests/s`,
 		},
 	} {

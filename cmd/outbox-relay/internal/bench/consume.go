@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
@@ -95,45 +96,41 @@ var errAllDone = errors.New("every message is handled")
 // batch go in one round trip.
 func (b consumeBench) engine(level consumer.Dedup) func(context.Context, load, string) (float64, error) {
 	return func(ctx context.Context, l load, group string) (float64, error) {
-		return b.consume(ctx, l, group, level)
-	}
-}
-
-func (b consumeBench) consume(ctx context.Context, l load, group string, level consumer.Dedup) (float64, error) {
-	pool, err := b.newPool(ctx, consumePartitions+2)
-	if err != nil {
-		return 0, err
-	}
-	defer pool.Close()
-	effect := b.sql(effectSQL)
-	handler := consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
-		q.Queue(effect, string(msg.Key), msg.Value)
-		return nil
-	})
-	run, stop := context.WithCancelCause(ctx)
-	defer stop(nil)
-	m := &meter{want: l.messages}
-	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(b.Brokers...)}, handler, consumer.Config{
-		Group: group, Topics: []string{l.topic}, Schema: b.Schema, Dedup: level, Logger: slog.New(slog.DiscardHandler), // errors end the run
-		Hooks: consumer.Hooks{
-			Processed: func(p consumer.Processed) {
-				if m.add(p.Fresh + p.Duplicates + p.Parked) {
-					stop(errAllDone)
-				}
+		pool, err := b.newPool(ctx, consumePartitions+2)
+		if err != nil {
+			return 0, err
+		}
+		defer pool.Close()
+		effect := b.sql(effectSQL)
+		handler := consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+			q.Queue(effect, string(msg.Key), msg.Value)
+			return nil
+		})
+		run, stop := context.WithCancelCause(ctx)
+		defer stop(nil)
+		m := &meter{want: l.messages}
+		c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(b.Brokers...)}, handler, consumer.Config{
+			Group: group, Topics: []string{l.topic}, Schema: b.Schema, Dedup: level, Logger: slog.New(slog.DiscardHandler), // errors end the run
+			Hooks: consumer.Hooks{
+				Processed: func(p consumer.Processed) {
+					if m.add(p.Fresh + p.Duplicates + p.Parked) {
+						stop(errAllDone)
+					}
+				},
+				Failed: func(f consumer.Failed) { stop(fmt.Errorf("%s: %w", f.Message, f.Err)) },
 			},
-			Failed: func(f consumer.Failed) { stop(fmt.Errorf("%s: %w", f.Message, f.Err)) },
-		},
-	})
-	if err != nil {
-		return 0, err
+		})
+		if err != nil {
+			return 0, err
+		}
+		if err := c.Run(run); err != nil {
+			return 0, err
+		}
+		if cause := context.Cause(run); !errors.Is(cause, errAllDone) {
+			return 0, cause
+		}
+		return m.rate()
 	}
-	if err := c.Run(run); err != nil {
-		return 0, err
-	}
-	if cause := context.Cause(run); !errors.Is(cause, errAllDone) {
-		return 0, cause
-	}
-	return m.rate()
 }
 
 // markEvery is how often the textbook's loop commits offsets to Kafka: as often as the engine.
@@ -141,19 +138,14 @@ const markEvery = time.Second
 
 // textbook is the loop from articles about the idempotent consumer: for each message a transaction
 // that inserts the ID, writes the effect if the ID was new, and commits; then the offset is marked.
-// The statements are prepared once, and the client commits offsets in the background, once a
+// The driver prepares the statements once, and the client commits offsets in the background, once a
 // second.
 func (b consumeBench) textbook(ctx context.Context, l load, group string) (float64, error) {
-	conn, closeConn, err := b.connect(ctx)
+	pool, err := b.newPool(ctx, 1)
 	if err != nil {
 		return 0, err
 	}
-	defer closeConn()
-	for name, sql := range map[string]string{"claim": textbookClaimSQL, "effect": effectSQL} {
-		if _, err := conn.Prepare(ctx, name, b.sql(sql)); err != nil {
-			return 0, fmt.Errorf("prepare: %w", err)
-		}
-	}
+	defer pool.Close()
 	client, err := kgo.NewClient(
 		kgo.SeedBrokers(b.Brokers...),
 		kgo.ConsumerGroup(group),
@@ -174,7 +166,7 @@ func (b consumeBench) textbook(ctx context.Context, l load, group string) (float
 			return 0, fmt.Errorf("fetch: %w", err)
 		}
 		for _, record := range fetches.Records() {
-			if err := handleTextbook(ctx, conn, group, record); err != nil {
+			if err := b.handleTextbook(ctx, pool, group, record); err != nil {
 				return 0, fmt.Errorf("handle offset %d: %w", record.Offset, err)
 			}
 			client.MarkCommitRecords(record)
@@ -185,19 +177,19 @@ func (b consumeBench) textbook(ctx context.Context, l load, group string) (float
 	}
 }
 
-func handleTextbook(ctx context.Context, conn *pgx.Conn, group string, record *kgo.Record) error {
+func (b consumeBench) handleTextbook(ctx context.Context, pool *pgxpool.Pool, group string, record *kgo.Record) error {
 	var id string
 	for _, header := range record.Headers {
 		if header.Key == outbox.HeaderMessageID {
 			id = string(header.Value)
 		}
 	}
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		claimed, err := tx.Exec(ctx, "claim", id, group)
+	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		claimed, err := tx.Exec(ctx, b.sql(textbookClaimSQL), id, group)
 		if err != nil || claimed.RowsAffected() == 0 {
 			return err
 		}
-		_, err = tx.Exec(ctx, "effect", string(record.Key), record.Value)
+		_, err = tx.Exec(ctx, b.sql(effectSQL), string(record.Key), record.Value)
 		return err
 	})
 }

@@ -116,39 +116,31 @@ func (b *relayBench) refill(ctx context.Context) error {
 }
 
 // drains returns a variant, which sends the backlog to Kafka. Its run returns when everything is
-// acknowledged.
+// acknowledged; then the records that arrived are counted.
 func (b *relayBench) drains(ctx context.Context, key string, prepare func(context.Context) error, run func(context.Context, int) error) func(int) error {
 	return func(round int) error {
-		if err := b.measure(ctx, key, round, prepare, run); err != nil {
+		if err := errors.Join(prepare(ctx), b.emptyTopic(ctx), b.checkpoint(ctx)); err != nil {
+			return err
+		}
+		before, err := b.written(ctx)
+		if err != nil {
+			return err
+		}
+		begin := time.Now()
+		if err := run(ctx, round); err != nil {
 			return fmt.Errorf("%s: %w", key, err)
 		}
+		elapsed := time.Since(begin)
+		after, err := b.written(ctx)
+		if err != nil {
+			return err
+		}
+		if got := after - before; got != int64(b.Rows) && (key != "exactly_once" || got < int64(b.Rows)) { // which writes markers, too
+			return fmt.Errorf("%s: %d rows became %d records: this is a bug, the figures are void; please report it", key, b.Rows, got)
+		}
+		b.rate(key, float64(b.Rows)/elapsed.Seconds())
 		return nil
 	}
-}
-
-// measure runs one variant and counts the records that arrived.
-func (b *relayBench) measure(ctx context.Context, key string, round int, prepare func(context.Context) error, run func(context.Context, int) error) error {
-	if err := errors.Join(prepare(ctx), b.emptyTopic(ctx), b.checkpoint(ctx)); err != nil {
-		return err
-	}
-	before, err := b.written(ctx)
-	if err != nil {
-		return err
-	}
-	begin := time.Now()
-	if err := run(ctx, round); err != nil {
-		return err
-	}
-	elapsed := time.Since(begin)
-	after, err := b.written(ctx)
-	if err != nil {
-		return err
-	}
-	if got := after - before; got != int64(b.Rows) && (key != "exactly_once" || got < int64(b.Rows)) { // which writes markers, too
-		return fmt.Errorf("%d rows became %d records: this is a bug, the figures are void; please report it", b.Rows, got)
-	}
-	b.rate(key, float64(b.Rows)/elapsed.Seconds())
-	return nil
 }
 
 // emptyTopic keeps records from accumulating on the brokers, whose memory may be this process's.
@@ -240,18 +232,18 @@ const pollRows = 3000
 // skipLocked is the poller of the textbook: lock a batch of waiting rows, produce them, delete
 // them, commit. There is only one: a second would break the order of a key.
 func (b *relayBench) skipLocked(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.connect(ctx)
+	pool, err := b.newPool(ctx, 1)
 	if err != nil {
 		return err
 	}
-	defer closeConn()
+	defer pool.Close()
 	client, err := kgo.NewClient(b.producer()...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer client.Close()
 	for more := true; more; {
-		err := pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) (err error) {
+		err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) (err error) {
 			more, err = b.pollOnce(ctx, tx, client)
 			return err
 		})
@@ -319,11 +311,11 @@ const cursorRows, cursorInFlight = 5000, 50_000
 // relay: it keeps no progress, and loses a transaction that commits late. As the relay does, it
 // reads the next page while it sends.
 func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.connect(ctx)
+	pool, err := b.newPool(ctx, 1)
 	if err != nil {
 		return err
 	}
-	defer closeConn()
+	defer pool.Close()
 	client, err := kgo.NewClient(append(b.producer(), kgo.MaxBufferedRecords(cursorInFlight))...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
@@ -335,7 +327,7 @@ func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
 	go func() {
 		defer close(read)
 		defer close(pages)
-		if err := readPages(ctx, conn, b.sql(cursorSQL), pages); err != nil {
+		if err := readPages(ctx, pool, b.sql(cursorSQL), pages); err != nil {
 			fail(err)
 		}
 	}()
@@ -343,7 +335,7 @@ func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
 		fail(nil)
 		for range pages { // of a run that failed
 		}
-		<-read // the connection is free
+		<-read // its connection is free
 	}()
 	promise := func(_ *kgo.Record, err error) {
 		if err != nil {
@@ -359,9 +351,9 @@ func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
 }
 
 // readPages stops at an empty page.
-func readPages(ctx context.Context, conn *pgx.Conn, sql string, pages chan<- []*kgo.Record) error {
+func readPages(ctx context.Context, db operator.Querier, sql string, pages chan<- []*kgo.Record) error {
 	for last := int64(0); ; {
-		page, places, err := readPage(ctx, conn, sql, last, cursorRows)
+		page, places, err := readPage(ctx, db, sql, last, cursorRows)
 		if err != nil || len(page) == 0 {
 			return err
 		}

@@ -198,23 +198,6 @@ func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, err
 	return pool, nil
 }
 
-// connect opens the connection of a run that needs one. The function closes it.
-func (s *site) connect(ctx context.Context) (*pgx.Conn, func(), error) {
-	pool, err := s.newPool(ctx, 1)
-	if err != nil {
-		return nil, nil, err
-	}
-	conn, err := pool.Acquire(ctx)
-	if err != nil {
-		pool.Close()
-		return nil, nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return conn.Conn(), func() {
-		conn.Release()
-		pool.Close()
-	}, nil
-}
-
 // Bounds and defaults of Options: the flags have them.
 const (
 	MessagesMin     = 2000 // runs, and says that its figures mean nothing

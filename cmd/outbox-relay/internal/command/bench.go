@@ -116,28 +116,14 @@ func (b *benchmark) command(size string, value *int, standard, lowest, highest i
 	return cmd
 }
 
-// checkpointsAway keeps an embedded PostgreSQL from a checkpoint during a run. Everything else,
-// durability above all, keeps its default.
-func checkpointsAway() map[string]string {
-	return map[string]string{"max_wal_size": "8GB", "checkpoint_timeout": "1h"}
-}
-
 const plotNameMax = 4096
 
-// writePlot replaces the picture; nil makes an empty file where there is none.
+// writePlot writes the picture.
 func (b *benchmark) writePlot(picture []byte) error {
 	if b.plot == "" {
 		return nil
 	}
-	file, err := os.OpenFile(b.plot, os.O_CREATE|os.O_WRONLY, 0o644)
-	if err != nil {
-		return err
-	}
-	if picture != nil {
-		_, err = file.Write(picture)
-		err = errors.Join(err, file.Truncate(int64(len(picture))))
-	}
-	return errors.Join(err, file.Close())
+	return os.WriteFile(b.plot, picture, 0o644) //nolint:gosec // for anybody
 }
 
 func (b *benchmark) run(cmd *cobra.Command) (err error) {
@@ -145,7 +131,8 @@ func (b *benchmark) run(cmd *cobra.Command) (err error) {
 	progress := func(line string) {
 		_ = terminal.Say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
 	}
-	on, err := startServers(ctx, b.Settings, checkpointsAway(), progress)
+	// No checkpoint during a run; everything else, durability above all, keeps its default.
+	on, err := startServers(ctx, b.Settings, map[string]string{"max_wal_size": "8GB", "checkpoint_timeout": "1h"}, progress)
 	if err != nil {
 		return err
 	}

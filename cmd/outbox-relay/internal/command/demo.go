@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
@@ -65,7 +66,7 @@ messages: effects happen twice, and the status is 1.`,
 	flags := cmd.Flags()
 	cli.AddInt(flags, &d.options.Orders, "orders", demo.OrdersDefault, demo.OrdersMin, demo.OrdersMax, "how many orders the shop places")
 	cli.AddDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
-	cli.AddOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
+	addSeed(flags, &d.options.Seed, "seed of orders, kills and freezes; the same seed gives a similar run")
 	cli.AddBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
 	d.AddJSON(cmd)
 	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
@@ -83,17 +84,15 @@ type demonstration struct {
 	progress io.Writer
 }
 
-func (d *demonstration) parseSeed(text string) error {
-	if text == "random" {
-		d.options.Seed = uint64(rand.Uint32()) //nolint:gosec // any number will do
+func addSeed(flags *pflag.FlagSet, seed *uint64, usage string) {
+	cli.AddOption(flags, "seed", "number", "random", usage, func(text string) (err error) {
+		if text == "random" {
+			*seed = uint64(rand.Uint32()) //nolint:gosec // any number will do
+		} else if *seed, err = strconv.ParseUint(text, 10, 64); err != nil {
+			return errors.New("want a number from 0 on")
+		}
 		return nil
-	}
-	seed, err := strconv.ParseUint(text, 10, 64)
-	if err != nil {
-		return errors.New("want a number from 0 on")
-	}
-	d.options.Seed = seed
-	return nil
+	})
 }
 
 func (d *demonstration) run(ctx context.Context) (err error) {

@@ -78,7 +78,7 @@ func createTopics(ctx context.Context, brokers, topics []string) error {
 // tryout returns the constructors of the commands that bring servers of their own. The build tag
 // "lean" leaves them out, and with them embedded PostgreSQL, kfake and testcontainers.
 func tryout() []func(*cli.Settings) *cobra.Command {
-	return []func(*cli.Settings) *cobra.Command{newDemo, newServers, newBench}
+	return []func(*cli.Settings) *cobra.Command{newDemo, newTorture, newServers, newBench}
 }
 
 // started are a PostgreSQL and a Kafka to try something out.

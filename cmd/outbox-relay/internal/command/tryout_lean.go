@@ -11,7 +11,7 @@ import (
 )
 
 func tryout() (left []func(*cli.Settings) *cobra.Command) {
-	for _, name := range []string{"demo", "servers", "bench"} {
+	for _, name := range []string{"demo", "torture", "servers", "bench"} {
 		left = append(left, func(*cli.Settings) *cobra.Command {
 			return &cobra.Command{
 				Use: name, Hidden: true, DisableFlagParsing: true,

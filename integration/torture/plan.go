@@ -116,7 +116,7 @@ func between(random *rand.Rand, low, high time.Duration) time.Duration {
 // String is the plan for people.
 func (p *Plan) String() string {
 	var text strings.Builder
-	say := func(format string, args ...any) { fmt.Fprintf(&text, format, args) }
+	say := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
 	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
 	for _, g := range p.Groups {
 		c := g.config

@@ -138,7 +138,7 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	if opts.Progress == nil {
 		opts.Progress = func(string) {}
 	}
-	r := &run{Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), report: Report{Seed: opts.Seed}}
+	r := &run{Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), report: Report{Seed: opts.Seed, Problems: []string{}}}
 	defer func() { err = errors.Join(err, r.stopServers(ctx)) }()
 	if err := r.startServers(ctx); err != nil {
 		return nil, err

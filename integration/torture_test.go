@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/integration/torture"
 	"github.com/effectonce/effectonce/internal/longtest"
+	"github.com/effectonce/effectonce/internal/nodedup"
 )
 
 var (
@@ -43,4 +44,14 @@ func TestTorture(t *testing.T) {
 	require.NoError(t, err)
 	t.Logf("%+v", *report)
 	assert.Empty(t, report.Problems, "-torture-seed %d", opts.Seed)
+}
+
+// The judge finds what consumers double that do not claim.
+func TestTortureFindsDoubledEffects(t *testing.T) {
+	longtest.Only(t, "torture")
+	t.Parallel()
+	report, err := torture.Run(nodedup.With(t.Context()), torture.Options{Seed: 4, Duration: 10 * time.Second, Embedded: true})
+	require.NoError(t, err)
+	assert.Positive(t, report.Doubled)
+	assert.NotEmpty(t, report.Problems)
 }

@@ -21,7 +21,7 @@ type event struct {
 	Version int64  // of the key
 	Habit   string // what its handler does
 	Source  string // the group that published it; empty: the shop
-	Garbage bool   // published in a part that was rolled back: nobody may ever see it
+	Garbage bool   // published in a part that was rolled back: no consumer may receive it
 	Padding string
 }
 
@@ -259,7 +259,7 @@ func (a *attempt) handle(ctx context.Context) error {
 	if a.Garbage {
 		a.broken("a message of a part that was rolled back was published: %+v", a.event)
 	}
-	if h, ok := habits()[a.Habit]; ok && (a.tx != nil || !h.tx) {
+	if h, ok := a.habits[a.Habit]; ok && (a.tx != nil || !h.tx) {
 		return h.do(ctx, a)
 	}
 	return a.effect(ctx)

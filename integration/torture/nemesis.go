@@ -72,7 +72,9 @@ func faults() []fault {
 		{name: "dead retried", do: statement(retryDeadSQL + ` AND random() < 0.5`)},
 		{name: "rewind", do: func(ctx context.Context, r *run, f Fault) {
 			g := r.groups[f.Choice%len(r.groups)]
-			if g.config.Dedup == consumer.DedupByID { // without claims a rewind repeats
+			if g.config.Dedup != consumer.DedupByID { // without claims a rewind repeats
+				r.report.Faults--
+			} else {
 				statement(`UPDATE effectonce.consumer_positions SET resume_at = greatest(handled_from, next_offset - 50)
 					WHERE resume_at IS NULL AND consumer_group = '`+g.name+`'`)(ctx, r, f)
 			}
@@ -118,7 +120,8 @@ func zombie(ctx context.Context, r *run, f Fault) {
 func crash(of func(*run) *servers.Server) func(context.Context, *run, Fault) {
 	return func(ctx context.Context, r *run, f Fault) {
 		if !r.crashing.TryLock() {
-			return // one at a time: it may last for seconds
+			r.report.Faults-- // one at a time: it may last for seconds
+			return
 		}
 		r.pending.Go(func() {
 			defer r.crashing.Unlock()

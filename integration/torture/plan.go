@@ -100,11 +100,11 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 }
 
 // drawHabit draws what the handlers of a message do: one of so many has a habit.
-func drawHabit(random *rand.Rand, of int) string {
+func (r *run) drawHabit(random *rand.Rand, of int) string {
 	if random.IntN(of) > 0 {
 		return ""
 	}
-	return pick(random, slices.Sorted(maps.Keys(habits()))...)
+	return pick(random, slices.Sorted(maps.Keys(r.habits))...)
 }
 
 func pick[T any](random *rand.Rand, of ...T) T { return of[random.IntN(len(of))] }

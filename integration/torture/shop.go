@@ -89,7 +89,7 @@ func (r *run) order(ctx context.Context, random *rand.Rand, next *atomic.Int64) 
 	err := pgx.BeginFunc(ctx, r.pool, func(tx pgx.Tx) error {
 		for range 1 + random.IntN(4) {
 			key := random.IntN(keysAll)
-			e := event{ID: next.Add(1), Key: fmt.Sprint("k", key), Habit: drawHabit(random, 12)}
+			e := event{ID: next.Add(1), Key: fmt.Sprint("k", key), Habit: r.drawHabit(random, 12)}
 			placed = append(placed, e.ID)
 			topic := topicMore
 			if key < keysAll/4 {

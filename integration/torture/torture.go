@@ -8,8 +8,8 @@
 // order has one effect in each group, with all its children, in the order of its key; nothing else has
 // one; nothing stays behind.
 //
-// The same seed repeats the plan, not the times at which machines do things: a run that fails fails again
-// in some of its repetitions.
+// The same seed repeats the plan on the same kinds of servers, but not their timing: a run that fails fails
+// again in some of its repetitions.
 package torture
 
 import (
@@ -40,9 +40,9 @@ type Options struct {
 	Duration time.Duration
 	// Embedded uses downloaded PostgreSQL and kfake, even if there is a Docker engine.
 	Embedded bool
-	// Log gets the plan, what the nemesis does, and what the replicas log. Default: nobody.
+	// Log receives the plan, the faults, and what the replicas log. Default: discarded.
 	Log io.Writer
-	// Progress gets one line at a time. Default: nobody.
+	// Progress receives one line at a time. Default: discarded.
 	Progress func(line string)
 }
 
@@ -95,6 +95,7 @@ type run struct {
 	pending  sync.WaitGroup // faults that are not over
 	crashing sync.Mutex
 
+	habits   map[string]habit
 	repaired atomic.Bool // what fails permanently works again
 
 	mu           sync.Mutex
@@ -120,7 +121,7 @@ func (g *group) count(source string, id int64) int {
 
 // childHabit is what the handler of a child does: drawn from the seed, the same at every attempt.
 func (g *group) childHabit(id int64) string {
-	return drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), 36) //nolint:gosec // repeatable
+	return g.drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), 36) //nolint:gosec // repeatable
 }
 
 // broken adds a problem.
@@ -138,7 +139,7 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	if opts.Progress == nil {
 		opts.Progress = func(string) {}
 	}
-	r := &run{Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), report: Report{Seed: opts.Seed, Problems: []string{}}}
+	r := &run{Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), habits: habits(), report: Report{Seed: opts.Seed, Problems: []string{}}}
 	defer func() { err = errors.Join(err, r.stopServers(ctx)) }()
 	if err := r.startServers(ctx); err != nil {
 		return nil, err

@@ -66,7 +66,8 @@ func (w *wire) cut() {
 	}
 }
 
-// freeze makes the network silent until thaw: nothing is lost, nothing arrives.
+// freeze makes the network silent until thaw, behind a read that waits already: nothing is lost, nothing
+// arrives.
 func (w *wire) freeze() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -84,7 +85,7 @@ func (w *wire) thaw() {
 	}
 }
 
-// heal ends what goes on by itself.
+// heal ends the faults of the wire that last.
 func (w *wire) heal() {
 	w.thaw()
 	w.mu.Lock()

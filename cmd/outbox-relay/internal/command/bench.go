@@ -118,7 +118,6 @@ func (b *benchmark) command(size string, value *int, standard, lowest, highest i
 
 const plotNameMax = 4096
 
-// writePlot writes the picture.
 func (b *benchmark) writePlot(picture []byte) error {
 	if b.plot == "" {
 		return nil

@@ -231,3 +231,16 @@ func TestOutcomeOfAPersonAnswersAWebhook(t *testing.T) {
 		}
 	}
 }
+
+// More dead rows than are counted are said to be more.
+func TestRelaysListSaysWhereItStopsCounting(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	execSQL(t, connect(t, address), `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1), ('other', 1);
+		INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		SELECT 'default', n, gen_random_uuid(), 't', '{}', now(), 'refused', '', 'held' FROM generate_series(1, 100001) AS n`)
+	r := runOn(t, address, "relays", "list")
+	require.Zero(t, r.code, r.stderr)
+	assert.Regexp(t, `(?m)^default +1 +0 +0 +0 +at least 100000 `, r.stdout)
+	assert.Regexp(t, `(?m)^other +1 +0 +0 +0 +0 `, r.stdout)
+}

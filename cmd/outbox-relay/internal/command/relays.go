@@ -40,11 +40,14 @@ is live. A row leaves the outbox once every relay of this list has published it.
 					return err
 				}
 				return list(cmd.OutOrStdout(), s.JSON, all, "no relays: none has run yet", "relay\tshards\theld\treplicas\tpublished\tdead\tquiet for", func(r relays.Relay) string {
-					quiet := "-"
+					quiet, least := "-", ""
 					if !r.Live() {
 						quiet = human.Seconds(r.QuietSeconds)
 					}
-					return terminal.Fill("%s\t%d\t%d\t%d\t%d\t%d\t%s", terminal.Plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
+					if r.Dead == relays.DeadMax {
+						least = "at least "
+					}
+					return terminal.Fill("%s\t%d\t%d\t%d\t%d\t%s%d\t%s", terminal.Plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, least, r.Dead, quiet)
 				})
 			})
 		},

@@ -153,7 +153,7 @@ func habits() map[string]habit {
 		"panic":       fails(1, func(context.Context, *attempt) error { panic(errTorture) }),
 		"retry_after": fails(2, func(context.Context, *attempt) error { return consumer.RetryAfter(300*time.Millisecond, errTorture) }),
 		"permanent": {do: func(ctx context.Context, a *attempt) error {
-			if a.repaired.Load() {
+			if a.repaired.Load() || a.config.OnFailure == consumer.OnFailureBlock && a.number > 3 { // else it blocks for the whole run
 				return a.effect(ctx)
 			}
 			return errors.Join(a.effect(ctx), consumer.Permanent(errTorture))

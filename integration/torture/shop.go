@@ -60,7 +60,7 @@ func (r *run) setUp(ctx context.Context) error {
 
 const (
 	writersAll   = 3
-	writerGapMax = 15 * time.Millisecond
+	writerGapMax = 80 * time.Millisecond
 	waitsMax     = 300 * time.Millisecond // of a transaction that stays open
 	scheduledMax = 4 * time.Second
 	paddingBytes = 3000 // more than refusedBytes

@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"context"
 	"math/rand/v2"
 	"testing"
 	"testing/synctest"
@@ -207,6 +208,19 @@ func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
 	for range 150 {
 		require.True(t, park(b), "a share of 1 never pauses")
 	}
+}
+
+// Property: a handler's context that ends is never taken for a failure: the partition is stopped before.
+func TestPartitionIsStoppedBeforeItsHandlers(t *testing.T) {
+	t.Parallel()
+	c, err := New(pgtest.Pool(t), nil, Each(nil), Config{Group: "g", Topics: []string{"t"}})
+	require.NoError(t, err)
+	ctx, kill := context.WithCancel(t.Context())
+	p := c.newPartition(ctx, nil, &position{topic: "t"})
+	p.active = context.WithoutCancel(ctx) // the end has reached other contexts, and not yet this one
+	require.False(t, p.stopped())
+	kill()
+	require.True(t, p.stopped())
 }
 
 // Property: the worst of a partition's troubles is its state, and what is stored of one stays stored

@@ -85,7 +85,7 @@ func (c *Consumer) newPartition(ctx context.Context, client *kgo.Client, pos *po
 
 func (p *partition) key() topicPartition { return p.backlog.key }
 
-func (p *partition) stopped() bool { return p.active.Err() != nil }
+func (p *partition) stopped() bool { return p.ctx.Err() != nil || p.active.Err() != nil } // handlers' contexts may end before active
 
 // run handles messages until the partition is stopped, or, with Deliver, until all are done.
 func (p *partition) run() {

@@ -192,7 +192,7 @@ func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects
 			return
 		}
 		if s.crash != "" && !crashing(ctx, c, s) {
-			err = errors.New("the crash point was not reached: the handler failed before?")
+			err = errors.Join(errors.New("the crash point was not reached"), failures.err())
 		}
 		if err == nil {
 			_, err = c.Deliver(ctx, s.records...)

@@ -49,7 +49,7 @@ func Keys(ctx context.Context, opts Options) (_ *Report, err error) {
 		return nil, err
 	}
 	defer b.clients.Close()
-	if b.operation, err = idempotency.New(b.clients, idempotency.Config{Schema: b.Schema, Operation: "order"}); err != nil {
+	if b.operation, err = idempotency.New(b.clients, idempotency.Config{Schema: b.Schema, Operation: "order", WaitMax: time.Minute}); err != nil {
 		return nil, err
 	}
 	if b.flow, err = idempotency.NewFlow(

@@ -294,5 +294,5 @@ func TestBench(t *testing.T) {
 		assert.IsType(t, 0.0, found[key], key)
 	}
 	assert.Contains(t, found["postgres"], "PostgreSQL")
-	assert.Contains(t, r.stderr, "round 1: ")
+	assert.Contains(t, r.stderr, "round 1\n")
 }

@@ -86,6 +86,7 @@ func (r *run) judge(ctx context.Context) {
 			SELECT consumer, source, key, id, version, lag(version) OVER (PARTITION BY source, key ORDER BY seq) AS before FROM public.torture_effects WHERE consumer = $1
 		) AS e WHERE version < before`, g.config.Group)
 	}
+	r.judgeRequests(ctx)
 	r.none(ctx, "message stays parked", `SELECT consumer, topic, partition, "offset", state, reason, attempts, error FROM effectonce.parked_messages`)
 	r.none(ctx, "row stays dead", `SELECT seq, topic, state, reason, error FROM effectonce.outbox_dead`)
 	r.none(ctx, "lease stays behind", `SELECT relay, shard, owner FROM effectonce.outbox_progress WHERE owner IS NOT NULL AND lease_until > clock_timestamp()`)

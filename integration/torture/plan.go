@@ -28,6 +28,7 @@ type Plan struct {
 	ExactlyOnce bool // the relay
 	Shards      int16
 	Again       bool // records are produced again, with their headers
+	AtMostOnce  bool // the bank does not honour keys
 	Scheduled   bool // some messages have a DeliverAt, so that order ends
 	Groups      []GroupPlan
 	Faults      []Fault
@@ -66,7 +67,7 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 	random := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // repeatable
 	p := &Plan{
 		Seed: seed, ExactlyOnce: random.IntN(2) == 0, Shards: pick[int16](random, 1, 1, 3),
-		Again: random.IntN(2) == 0, Scheduled: random.IntN(2) == 0,
+		Again: random.IntN(2) == 0, Scheduled: random.IntN(2) == 0, AtMostOnce: random.IntN(2) == 0,
 	}
 	for i := range 3 {
 		g := GroupPlan{Shape: pick(random, shapeEach, shapeEach, shapeQueued, shapeBatch), Topics: []string{topicOrders, topicMore}, child: topicChild}
@@ -117,7 +118,7 @@ func between(random *rand.Rand, low, high time.Duration) time.Duration {
 func (p *Plan) String() string {
 	var text strings.Builder
 	say := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
-	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
+	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v, calls at most once %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled, p.AtMostOnce)
 	for _, g := range p.Groups {
 		c := g.config
 		say("%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v\n",

@@ -23,7 +23,7 @@ const (
 	refusedBytes = 2500
 )
 
-// replica stands for a process: a relay or a consumer with its own pool, clients and network.
+// replica stands for a process: a relay, a consumer or a service with its own pool, clients and network.
 type replica struct {
 	name  string
 	start func(ctx context.Context) *replica // another process in its place
@@ -32,7 +32,7 @@ type replica struct {
 	done  chan struct{}
 }
 
-// work runs a relay or a consumer until ctx ends.
+// work runs one until ctx ends.
 type work func(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt) error
 
 func (r *run) startReplicas(ctx context.Context) {
@@ -48,6 +48,9 @@ func (r *run) startReplicas(ctx context.Context) {
 	}
 	for i := range uint64(2) {
 		start("relay", i, r.relay)
+		start("service", 500+i, func(ctx context.Context, pool *pgxpool.Pool, _ []kgo.Opt) error {
+			return r.serve(ctx, pool, &r.doors[i])
+		})
 		for j, g := range r.groups {
 			start(g.name, uint64(10*(j+1))+i, g.consume)
 		}
@@ -61,7 +64,7 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 	if random.IntN(2) == 0 {
 		unheard = random.IntN(60)
 	}
-	p := &replica{name: name, wire: newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), unheard), stop: stop, done: make(chan struct{})} //nolint:gosec // repeatable
+	p := &replica{name: name, wire: newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), "commit", unheard), stop: stop, done: make(chan struct{})} //nolint:gosec // repeatable
 	config := r.pool.Config()
 	config.MaxConns = int32(5 + random.IntN(8))
 	config.ConnConfig.DialFunc = p.wire.dial

@@ -8,7 +8,6 @@ import (
 	"math/rand/v2"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -23,6 +22,7 @@ import (
 // tablesSQL: orders are the ledger of what was ordered, effects of what was done.
 const tablesSQL = `
 CREATE TABLE public.torture_orders (id bigint PRIMARY KEY, key text NOT NULL, version bigint NOT NULL, habit text NOT NULL);
+CREATE TABLE public.torture_requests (number bigint NOT NULL);
 CREATE TABLE public.torture_keys (key text PRIMARY KEY, version bigint NOT NULL);
 CREATE TABLE public.torture_effects (
   seq bigint GENERATED ALWAYS AS IDENTITY, consumer text NOT NULL, source text NOT NULL, id bigint NOT NULL, key text NOT NULL,
@@ -69,14 +69,16 @@ const (
 var errChange = errors.New("torture: the shop changes its mind")
 
 func (r *run) startWriters(ctx context.Context, writers *sync.WaitGroup) {
-	var next atomic.Int64
+	random := func(n uint64) *rand.Rand { return rand.New(rand.NewPCG(r.plan.Seed, n)) } //nolint:gosec // repeatable
 	for w := range uint64(writersAll) {
-		random := rand.New(rand.NewPCG(r.plan.Seed, 100+w)) //nolint:gosec // repeatable
 		writers.Go(func() {
-			for pause.For(ctx, between(random, 0, writerGapMax)) {
-				r.order(context.WithoutCancel(ctx), random, &next)
+			for random := random(100 + w); pause.For(ctx, between(random, 0, writerGapMax)); {
+				r.order(context.WithoutCancel(ctx), random)
 			}
 		})
+	}
+	for s := range uint64(shoppersAll) {
+		writers.Go(func() { r.shop(ctx, random(200+s)) })
 	}
 	if r.plan.Again {
 		writers.Go(func() { r.publishAgain(ctx) })
@@ -84,36 +86,15 @@ func (r *run) startWriters(ctx context.Context, writers *sync.WaitGroup) {
 }
 
 // order places up to four orders in one transaction.
-func (r *run) order(ctx context.Context, random *rand.Rand, next *atomic.Int64) {
+func (r *run) order(ctx context.Context, random *rand.Rand) {
 	var placed []int64
 	err := pgx.BeginFunc(ctx, r.pool, func(tx pgx.Tx) error {
 		for range 1 + random.IntN(4) {
-			key := random.IntN(keysAll)
-			e := event{ID: next.Add(1), Key: fmt.Sprint("k", key), Habit: r.drawHabit(random, 12)}
-			placed = append(placed, e.ID)
-			topic := topicMore
-			if key < keysAll/4 {
-				topic = topicOrders
-			} else if random.IntN(60) == 0 {
-				e.Padding = strings.Repeat("x", paddingBytes)
-			}
-			if err := tx.QueryRow(ctx, `UPDATE public.torture_keys SET version = version + 1 WHERE key = $1 RETURNING version`, e.Key).Scan(&e.Version); err != nil {
-				return err
-			}
-			if _, err := tx.Exec(ctx, `INSERT INTO public.torture_orders VALUES ($1, $2, $3, $4)`, e.ID, e.Key, e.Version, e.Habit); err != nil {
-				return err
-			}
-			payload, err := json.Marshal(e)
+			id, err := r.place(ctx, tx, random)
 			if err != nil {
 				return err
 			}
-			m := outbox.Message{Topic: topic, Key: []byte(e.Key), Payload: payload}
-			if r.plan.Scheduled && random.IntN(5) == 0 {
-				m.DeliverAt = time.Now().Add(between(random, 0, scheduledMax))
-			}
-			if err := outbox.Publish(ctx, tx, m); err != nil {
-				return err
-			}
+			placed = append(placed, id)
 		}
 		switch random.IntN(30) {
 		case 0, 1, 2:
@@ -130,6 +111,33 @@ func (r *run) order(ctx context.Context, random *rand.Rand, next *atomic.Int64) 
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.acknowledged = append(r.acknowledged, placed...)
+}
+
+// place places one order in a transaction.
+func (r *run) place(ctx context.Context, tx pgx.Tx, random *rand.Rand) (int64, error) {
+	key := random.IntN(keysAll)
+	e := event{ID: r.orders.Add(1), Key: fmt.Sprint("k", key), Habit: r.drawHabit(random, 12)}
+	topic := topicMore
+	if key < keysAll/4 {
+		topic = topicOrders
+	} else if random.IntN(60) == 0 {
+		e.Padding = strings.Repeat("x", paddingBytes)
+	}
+	if err := tx.QueryRow(ctx, `UPDATE public.torture_keys SET version = version + 1 WHERE key = $1 RETURNING version`, e.Key).Scan(&e.Version); err != nil {
+		return 0, err
+	}
+	if _, err := tx.Exec(ctx, `INSERT INTO public.torture_orders VALUES ($1, $2, $3, $4)`, e.ID, e.Key, e.Version, e.Habit); err != nil {
+		return 0, err
+	}
+	payload, err := json.Marshal(e)
+	if err != nil {
+		return 0, err
+	}
+	m := outbox.Message{Topic: topic, Key: []byte(e.Key), Payload: payload}
+	if r.plan.Scheduled && random.IntN(5) == 0 {
+		m.DeliverAt = time.Now().Add(between(random, 0, scheduledMax))
+	}
+	return e.ID, outbox.Publish(ctx, tx, m)
 }
 
 // publishAgain is a producer that sends records again, with everything that they have.

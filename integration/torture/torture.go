@@ -1,12 +1,13 @@
 // Package torture runs the whole pipeline under random faults, and judges what is left.
 //
 // A seed draws a plan: three consumer groups of any shape, order and failure policy (two publish into
-// one topic that the third reads), a relay of two replicas, and faults with their times. Writers place
-// orders, and say for most of them nothing and for some a habit: something that people write in handlers,
+// one topic that the third reads), a relay and an HTTP service of two replicas each, and faults with their
+// times. Clients send requests under idempotency keys until each is answered: an order, or a charge by a
+// bank, whose answers are late or lost. Writers place orders, and say for most of them nothing and for some a habit: something that people write in handlers,
 // from the errors that everybody has to roles, savepoints and sessions that are left behind. Then the
 // faults end, and everything has to drain. The judge reads the tables with plain SQL: each acknowledged
-// order has one effect in each group, with all its children, in the order of its key; nothing else has
-// one; nothing stays behind.
+// order has one effect in each group, with all its children, in the order of its key; each request happened
+// once, also in the bank's books, and its answers are the same; nothing else happened; nothing stays behind.
 //
 // The same seed repeats the plan on the same kinds of servers, but not their timing: a run that fails fails
 // again in some of its repetitions.
@@ -52,6 +53,8 @@ type Report struct {
 	// Messages that took effect, and Faults that happened.
 	Messages int `json:"messages"`
 	Faults   int `json:"faults"`
+	// Requests with idempotency keys that were answered.
+	Requests int `json:"requests"`
 	// Lost effects of acknowledged orders, Doubled ones, those OutOfOrder of their key, and those that
 	// had not happened when nothing moved for StuckAfter: Stuck.
 	Lost       int `json:"lost"`
@@ -71,8 +74,8 @@ func (r *Report) Held() bool { return len(r.Problems) == 0 }
 
 // String is the report for people.
 func (r *Report) String() string {
-	text := fmt.Sprintf("%d effects, %d faults, drained in %v s; lost %d, doubled %d, out of order %d, stuck %d; seed %d",
-		r.Messages, r.Faults, r.DrainSeconds, r.Lost, r.Doubled, r.OutOfOrder, r.Stuck, r.Seed)
+	text := fmt.Sprintf("%d effects, %d requests, %d faults, drained in %v s; lost %d, doubled %d, out of order %d, stuck %d; seed %d",
+		r.Messages, r.Requests, r.Faults, r.DrainSeconds, r.Lost, r.Doubled, r.OutOfOrder, r.Stuck, r.Seed)
 	for _, problem := range r.Problems {
 		text += "; problem: " + problem
 	}
@@ -101,6 +104,11 @@ type run struct {
 	mu           sync.Mutex
 	report       Report
 	acknowledged []int64 // orders whose COMMIT returned
+	answered     []int64 // requests
+
+	orders, requests atomic.Int64
+	doors            [2]string // of the service's replicas
+	bank             bank
 }
 
 // group is a consumer group.
@@ -139,7 +147,10 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	if opts.Progress == nil {
 		opts.Progress = func(string) {}
 	}
-	r := &run{Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), habits: habits(), report: Report{Seed: opts.Seed, Problems: []string{}}}
+	r := &run{
+		Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), habits: habits(), report: Report{Seed: opts.Seed, Problems: []string{}},
+		bank: bank{acted: map[string]map[string]int{}},
+	}
 	defer func() { err = errors.Join(err, r.stopServers(ctx)) }()
 	if err := r.startServers(ctx); err != nil {
 		return nil, err

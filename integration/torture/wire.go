@@ -18,13 +18,14 @@ type wire struct {
 	conns  map[*conn]bool
 	frozen chan struct{} // closed by thaw; nil: not frozen
 	dead   bool
-	// unheard is how many of a thousand COMMITs are cut after they were sent, so that their outcome is
-	// unknown.
+	// unheard is how many of a thousand messages with this word (in lower case) are cut after they were sent,
+	// so that their outcome is unknown.
 	unheard int
+	word    []byte
 }
 
-func newWire(random *rand.Rand, unheard int) *wire {
-	return &wire{random: random, conns: map[*conn]bool{}, unheard: unheard}
+func newWire(random *rand.Rand, word string, unheard int) *wire {
+	return &wire{random: random, conns: map[*conn]bool{}, word: []byte(word), unheard: unheard}
 }
 
 var errDead = errors.New("torture: the process is dead")
@@ -95,7 +96,7 @@ func (w *wire) heal() {
 
 // cuts reports whether the connection ends behind what was just sent.
 func (w *wire) cuts(sent []byte) bool {
-	if !bytes.Contains(bytes.ToLower(sent), []byte("commit")) {
+	if !bytes.Contains(bytes.ToLower(sent), w.word) {
 		return false
 	}
 	w.mu.Lock()

@@ -27,11 +27,13 @@ import (
 
 const (
 	faultsFor = 20 * time.Second
-	seedsMax  = 3
 	runMax    = 5 * time.Minute
 	runFlag   = "-run-seed" // this program is also the one that is broken
 	directory = ".ci/mutants"
 )
+
+// seeds draw: exactly once, by position and for later; orders by key and batches; three shards, records again and for later.
+var seeds = []int{23, 6, 14}
 
 func main() {
 	log.SetFlags(0)
@@ -109,13 +111,13 @@ func try(scratch, name, patch string) (found bool, err error) {
 	}
 	defer func() { _ = os.Remove(program) }()
 	begun := time.Now()
-	for seed := range seedsMax {
-		problem, err := problemOf(program, seed+1)
+	for _, seed := range seeds {
+		problem, err := problemOf(program, seed)
 		if err != nil {
 			return false, err
 		}
 		if problem != "" {
-			fmt.Printf("| %s | %s | %s | %d | %.0f |\n", name, what, problem, seed+1, time.Since(begun).Seconds())
+			fmt.Printf("| %s | %s | %s | %d | %.0f |\n", name, what, problem, seed, time.Since(begun).Seconds())
 			return true, nil
 		}
 	}

@@ -74,7 +74,7 @@ func (a *attempt) publish(ctx context.Context, garbage bool) error {
 	if err != nil {
 		return err
 	}
-	m := outbox.Message{Topic: a.child, Key: a.message.Key, Payload: payload}
+	m := outbox.Message{Topic: a.child, Key: []byte(a.Key), Payload: payload}
 	if a.queue != nil {
 		return a.queue.Publish(ctx, m)
 	}
@@ -88,8 +88,9 @@ var errTorture = errors.New("torture: an error")
 
 // habit is one thing that people write in handlers.
 type habit struct {
-	tx bool // needs the transaction: not for queued statements
-	do func(ctx context.Context, a *attempt) error
+	tx     bool // needs the transaction: not for queued statements
+	leaves bool // state in the session, with which the textbook comes to a halt
+	do     func(ctx context.Context, a *attempt) error
 }
 
 // fails makes the first attempts fail behind the effect.
@@ -133,6 +134,11 @@ func needsTx(h habit) habit {
 	return h
 }
 
+func leaves(h habit) habit {
+	h.leaves = true
+	return needsTx(h)
+}
+
 func raise(sqlstate string) func(context.Context, *attempt) error {
 	return sql(`DO $$BEGIN RAISE EXCEPTION 'torture' USING ERRCODE = '` + sqlstate + `'; END$$`)
 }
@@ -153,7 +159,7 @@ func habits() map[string]habit {
 		"panic":       fails(1, func(context.Context, *attempt) error { panic(errTorture) }),
 		"retry_after": fails(2, func(context.Context, *attempt) error { return consumer.RetryAfter(300*time.Millisecond, errTorture) }),
 		"permanent": {do: func(ctx context.Context, a *attempt) error {
-			if a.repaired.Load() || a.config.OnFailure == consumer.OnFailureBlock && a.number > 3 { // else it blocks for the whole run
+			if a.repaired.Load() || (a.Textbook || a.config.OnFailure == consumer.OnFailureBlock) && a.number > 3 { // else it blocks for the whole run
 				return a.effect(ctx)
 			}
 			return errors.Join(a.effect(ctx), consumer.Permanent(errTorture))
@@ -169,7 +175,7 @@ func habits() map[string]habit {
 			return a.run(ctx, `UPDATE public.torture_hot SET n = n + 1 WHERE k = $1`, a.ID%3)
 		}),
 		"locks":           before(sql(`SELECT pg_advisory_xact_lock(7)`)),
-		"session_lock":    needsTx(before(sql(`SELECT pg_advisory_lock(8)`))),
+		"session_lock":    leaves(before(sql(`SELECT pg_advisory_lock(8)`))),
 		"hangs":           fails(1, func(ctx context.Context, _ *attempt) error { <-ctx.Done(); return ctx.Err() }),
 		"deaf":            fails(1, deafFor(2500*time.Millisecond)),
 		"idle":            fails(1, deafFor(1200*time.Millisecond)),
@@ -182,9 +188,9 @@ func habits() map[string]habit {
 		"search_path":     after(sql(`SELECT set_config('search_path', 'nowhere', true)`)),
 		"timeout":         needsTx(after(sql(`SET LOCAL statement_timeout = '1ms'`))),
 		"role":            needsTx(after(sql(`SET LOCAL ROLE torture_tenant`))),
-		"session_role":    needsTx(after(sql(`SET ROLE torture_tenant`))),
-		"session_setting": needsTx(before(sql(`LISTEN torture; SET SESSION application_name = 'torture: left behind'`))),
-		"several":         needsTx(before(sql(`SELECT 1; SET search_path = nowhere, public; SELECT 2`))),
+		"session_role":    leaves(after(sql(`SET ROLE torture_tenant`))),
+		"session_setting": leaves(before(sql(`LISTEN torture; SET SESSION application_name = 'torture: left behind'`))),
+		"several":         leaves(before(sql(`SELECT 1; SET search_path = nowhere, public; SELECT 2`))),
 		"temporary_table": needsTx(before(sql(`CREATE TEMP TABLE torture_effects (x int) ON COMMIT DROP`))),
 		"savepoint":       needsTx(before(savepoint)),
 		"savepoints":      needsTx(before(savepoints)),

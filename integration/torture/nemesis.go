@@ -20,6 +20,7 @@ import (
 type fault struct {
 	name string
 	fake bool // only kfake has it
+	ours bool // an operator of this module does it
 	do   func(ctx context.Context, r *run, f Fault)
 }
 
@@ -62,15 +63,15 @@ func faults() []fault {
 			r.tx(ctx, f.Lasts/4, "SET LOCAL lock_timeout = '500ms'; LOCK TABLE "+tables[f.Choice%len(tables)]+" IN "+modes[f.Choice%len(modes)]+" MODE")
 		}},
 		{name: "long transaction", do: func(ctx context.Context, r *run, f Fault) { r.tx(ctx, f.Lasts, "SELECT pg_current_xact_id()") }},
-		{name: "paused topic", do: func(ctx context.Context, r *run, f Fault) {
+		{name: "paused topic", ours: true, do: func(ctx context.Context, r *run, f Fault) {
 			topic := []string{topicOrders, topicMore, topicChild}[f.Choice%3]
 			_, err := relay.Pause(ctx, r.pool, operator(), 0, topic)
 			r.logger.Info("nemesis: pause", "error", err)
 			r.later(ctx, f.Lasts/3, func() { r.resume(ctx, topic) })
 		}},
-		{name: "parked retried", do: statement(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked' AND random() < 0.3`)},
-		{name: "dead retried", do: statement(retryDeadSQL + ` AND random() < 0.5`)},
-		{name: "rewind", do: func(ctx context.Context, r *run, f Fault) {
+		{name: "parked retried", ours: true, do: statement(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked' AND random() < 0.3`)},
+		{name: "dead retried", ours: true, do: statement(retryDeadSQL + ` AND random() < 0.5`)},
+		{name: "rewind", ours: true, do: func(ctx context.Context, r *run, f Fault) {
 			g := r.groups[f.Choice%len(r.groups)]
 			if g.config.Dedup != consumer.DedupByID { // without claims a rewind repeats
 				r.report.Faults--
@@ -168,7 +169,7 @@ func (r *run) removeMembers(ctx context.Context, g *group) {
 
 func (r *run) faultNames() (names []string) {
 	for _, f := range faults() {
-		if !f.fake || r.kafka.Fake != nil {
+		if (!f.fake || r.kafka.Fake != nil) && (!f.ours || !r.Textbook) {
 			names = append(names, f.name)
 		}
 	}

@@ -47,12 +47,20 @@ func (r *run) startReplicas(ctx context.Context) {
 		r.replicas = append(r.replicas, again(ctx))
 	}
 	for i := range uint64(2) {
-		start("relay", i, r.relay)
+		relay := r.relay
+		if r.Textbook {
+			relay = r.textbookRelay
+		}
+		start("relay", i, relay)
 		start("service", 500+i, func(ctx context.Context, pool *pgxpool.Pool, _ []kgo.Opt) error {
 			return r.serve(ctx, pool, &r.doors[i])
 		})
 		for j, g := range r.groups {
-			start(g.name, uint64(10*(j+1))+i, g.consume)
+			consume := g.consume
+			if r.Textbook {
+				consume = g.textbookConsume
+			}
+			start(g.name, uint64(10*(j+1))+i, consume)
 		}
 	}
 }

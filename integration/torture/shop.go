@@ -23,6 +23,7 @@ import (
 const tablesSQL = `
 CREATE TABLE public.torture_orders (id bigint PRIMARY KEY, key text NOT NULL, version bigint NOT NULL, habit text NOT NULL);
 CREATE TABLE public.torture_requests (number bigint NOT NULL);
+CREATE TABLE public.torture_processed (id text NOT NULL, consumer text NOT NULL, PRIMARY KEY (id, consumer));
 CREATE TABLE public.torture_keys (key text PRIMARY KEY, version bigint NOT NULL);
 CREATE TABLE public.torture_effects (
   seq bigint GENERATED ALWAYS AS IDENTITY, consumer text NOT NULL, source text NOT NULL, id bigint NOT NULL, key text NOT NULL,

@@ -39,6 +39,8 @@ type Options struct {
 	Seed uint64
 	// Duration of the faults. Servers start before, and everything drains behind.
 	Duration time.Duration
+	// Textbook runs the poller and the consumer of articles in place of this module's.
+	Textbook bool
 	// Embedded uses downloaded PostgreSQL and kfake, even if there is a Docker engine.
 	Embedded bool
 	// Log receives the plan, the faults, and what the replicas log. Default: discarded.
@@ -158,6 +160,7 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	defer r.pool.Close()
 	defer r.client.Close()
 	r.plan = draw(opts.Seed, opts.Duration, r.faultNames())
+	r.plan.Scheduled = r.plan.Scheduled && !opts.Textbook
 	if _, err := io.WriteString(opts.Log, r.plan.String()); err != nil {
 		return nil, err
 	}

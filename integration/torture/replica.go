@@ -47,20 +47,12 @@ func (r *run) startReplicas(ctx context.Context) {
 		r.replicas = append(r.replicas, again(ctx))
 	}
 	for i := range uint64(2) {
-		relay := r.relay
-		if r.Textbook {
-			relay = r.textbookRelay
-		}
-		start("relay", i, relay)
+		start("relay", i, r.relay)
 		start("service", 500+i, func(ctx context.Context, pool *pgxpool.Pool, _ []kgo.Opt) error {
 			return r.serve(ctx, pool, &r.doors[i])
 		})
 		for j, g := range r.groups {
-			consume := g.consume
-			if r.Textbook {
-				consume = g.textbookConsume
-			}
-			start(g.name, uint64(10*(j+1))+i, consume)
+			start(g.name, uint64(10*(j+1))+i, g.consume)
 		}
 	}
 }
@@ -101,6 +93,9 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 }
 
 func (g *group) consume(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt) error {
+	if g.Textbook {
+		return g.textbookConsume(ctx, pool, opts)
+	}
 	config := g.config
 	config.Logger = g.logger.With("group", g.name)
 	c, err := consumer.New(pool, opts, g.handler(pool), config)
@@ -112,6 +107,9 @@ func (g *group) consume(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt)
 }
 
 func (r *run) relay(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt) error {
+	if r.Textbook {
+		return r.textbookRelay(ctx, pool, opts)
+	}
 	bytesMax := refusedBytes
 	if r.repaired.Load() {
 		bytesMax = 0

@@ -18,14 +18,14 @@ func newTorture(s *cli.Settings) *cobra.Command {
 	var minutes int
 	cmd := &cobra.Command{
 		Use:   "torture",
-		Short: "Run random consumers and relays under random faults, and judge what is left",
-		Long: `Run random consumers and relays under random faults, and judge what is left: every acknowledged order must have
-taken effect once in each group, with its messages, in order, and everything must drain behind the last fault.
+		Short: "Run random consumers, relays and requests under random faults, and judge what is left",
+		Long: `Run random consumers, relays and requests under random faults, and judge what is left: every acknowledged order
+must have taken effect once in each group, with its messages, in order; every request with an idempotency key must have
+happened once, also at the bank that it charged; and everything must drain behind the last fault.
 
 It starts servers of its own: PostgreSQL and Kafka in containers where a Docker engine answers, else PostgreSQL (downloaded
-at the first run) and an in-process Kafka. Handlers do what people write: errors, panics, calls that hang, roles, savepoints,
-sessions left behind. Processes are killed, frozen and cut off, servers crash, operators retry, pause and rewind.
-
+at the first run) and an in-process Kafka. Handlers do what people write: errors, panics, calls that hang, roles, savepoints.
+Processes are killed, frozen and cut off, servers crash, operators retry, pause and rewind.
 The same seed gives the same plan, which the log begins with. Exit status 1 unless the promise held.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Duration = time.Duration(minutes) * time.Minute

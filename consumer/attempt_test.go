@@ -4,14 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
@@ -23,23 +21,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-func (h *harness) smallPool(change func(*pgxpool.Config)) *pgxpool.Pool {
-	h.t.Helper()
-	config := h.pool.Config()
-	config.MaxConns = 4
-	if change != nil {
-		change(config)
-	}
-	pool := pgtest.PoolOf(h.t, config)
-	return pool
-}
-
-func (h *harness) produceEach(partition int32, values ...string) {
-	h.t.Helper()
-	for _, value := range values {
-		h.produceRecord(&kgo.Record{Partition: partition, Value: []byte(value), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}}})
-	}
-}
+// four makes a pool have four connections.
+func four(config *pgxpool.Config) { config.MaxConns = 4 }
 
 // Property: a handler that hangs forever does not keep a connection of the pool: with a pool of
 // four the other partitions continue, the message is parked after AttemptsMax attempts, the
@@ -58,7 +41,7 @@ func TestHangingHandlerCostsOnlyItsMessage(t *testing.T) {
 			leave := make(chan struct{})
 			var hanging sync.WaitGroup
 			var attempts atomic.Int64
-			pool := h.smallPool(nil)
+			pool := h.poolWith(four)
 			stop := h.runOn(pool, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 				if string(msg.Value) == "hang" {
 					attempts.Add(1)
@@ -74,17 +57,12 @@ func TestHangingHandlerCostsOnlyItsMessage(t *testing.T) {
 				close(leave)
 				hanging.Wait()
 			}()
-			h.wait("healthy partitions", func() bool {
-				return h.number(`SELECT count(*) FROM effects WHERE value IN ('c', 'd', 'e', 'f')`) == 4
-			})
+			h.waitNumber(4, `SELECT count(*) FROM effects WHERE value IN ('c', 'd', 'e', 'f')`)
 			h.waitEffects(6)
-			h.wait("the last attempt", func() bool {
-				return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = 'hang' AND attempts = 3 AND state = 'parked'`) == 1
-			})
+			h.waitNumber(1, `SELECT count(*) FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = 'hang' AND attempts = 3 AND state = 'parked'`)
 			h.produceEach(0, "g")
 			h.produceEach(1, "h")
-			h.waitEffects(8)
-			require.NoError(t, stop())
+			h.untilEffects(8, stop)
 			pgtest.Unused(t, pool)
 			require.LessOrEqual(t, attempts.Load(), int64(4), "the batch that found it, and AttemptsMax")
 		})
@@ -129,22 +107,18 @@ func TestAbandonedHandlersAreBounded(t *testing.T) {
 }
 
 // commitTracer panics where the answer to COMMIT is read, as user code in a tracer may.
-type commitTracer struct{ left *atomic.Int32 }
+type commitTracer struct {
+	pgtest.Statements // which does nothing
 
-type commitKey struct{}
-
-func (c commitTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
-	return ctx
+	left *atomic.Int32
 }
 
-func (c commitTracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+type commitKey struct{}
 
 func (c commitTracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
 	queries := data.Batch.QueuedQueries
 	return context.WithValue(ctx, commitKey{}, queries[len(queries)-1].SQL == "COMMIT")
 }
-
-func (c commitTracer) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
 
 func (c commitTracer) TraceBatchEnd(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchEndData) {
 	if commits, _ := ctx.Value(commitKey{}).(bool); commits && c.left.Add(-1) >= 0 {
@@ -157,52 +131,40 @@ func (c commitTracer) TraceBatchEnd(ctx context.Context, _ *pgx.Conn, _ pgx.Trac
 // guarantees.md.
 func TestPanicBehindCommitDoublesNothing(t *testing.T) {
 	t.Parallel()
-	for name, dedup := range map[string]consumer.Dedup{"by position": consumer.DedupByPosition, "by id": consumer.DedupByID} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var left atomic.Int32
-			left.Store(3)
-			config := h.pool.Config()
-			config.ConnConfig.Tracer = commitTracer{&left}
-			pool := pgtest.PoolOf(t, config)
-			h.produce("a", "b", "c", "d", "e")
-			stop := h.runOn(pool, consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.BatchMax = dedup, 1 })
-			h.wait("the position", func() bool { return h.position() == 5 })
-			require.NoError(t, stop())
-			require.Negative(t, left.Load(), "the tracer panicked three times")
-			require.Equal(t, []string{"a", "b", "c", "d", "e"}, h.values())
-			require.Empty(t, h.parked())
-		})
-	}
+	each(t, dedups, func(t *testing.T, h *harness, _ string, dedup consumer.Dedup) {
+		t.Helper()
+		var left atomic.Int32
+		left.Store(3)
+		pool := h.poolWith(func(config *pgxpool.Config) { config.ConnConfig.Tracer = commitTracer{func(string) {}, &left} })
+		h.produce("a", "b", "c", "d", "e")
+		h.untilHandled(5, h.runOn(pool, consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.BatchMax = dedup, 1 }))
+		require.Negative(t, left.Load(), "the tracer panicked three times")
+		require.Equal(t, []string{"a", "b", "c", "d", "e"}, h.values())
+		require.Empty(t, h.parked())
+	})
 }
 
 // Property: Deliver with workers ends when another holder takes the partition, and does not take
 // the partition back.
 func TestDeliverWithWorkersEndsWhenItIsFenced(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			cfg := consumer.Config{Group: h.topic, Topics: []string{h.topic}, Order: order, Workers: 2, RetryMin: time.Millisecond, RetryMax: 10 * time.Millisecond}
-			c, err := consumer.New(h.pool, nil, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				_, err := h.pool.Exec(ctx, `UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another'`)
-				if err != nil {
-					return err
-				}
-				return effect(ctx, tx, msg)
-			}), cfg)
-			require.NoError(t, err)
-			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-			defer cancel()
-			_, err = c.Deliver(ctx, &kgo.Record{Topic: h.topic, Offset: 0, Value: []byte("a"), Timestamp: time.Now(), Key: []byte("k")})
-			require.Error(t, err)
-			require.NoError(t, ctx.Err(), "it ended by itself")
-			require.Equal(t, 2, h.number(`SELECT epoch FROM effectonce.consumer_positions`), "taken once, and by the other one")
-			require.Empty(t, h.values())
-		})
-	}
+	each(t, workerOrders, func(t *testing.T, h *harness, _ string, order consumer.Order) {
+		t.Helper()
+		c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			_, err := h.pool.Exec(ctx, `UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another'`)
+			if err != nil {
+				return err
+			}
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) { c.Order, c.Workers = order, 2 })
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+		defer cancel()
+		_, err := c.Deliver(ctx, &kgo.Record{Topic: h.topic, Offset: 0, Value: []byte("a"), Timestamp: time.Now(), Key: []byte("k")})
+		require.Error(t, err)
+		require.NoError(t, ctx.Err(), "it ended by itself")
+		require.Equal(t, 2, h.number(`SELECT epoch FROM effectonce.consumer_positions`), "taken once, and by the other one")
+		require.Empty(t, h.values())
+	})
 }
 
 // Property: a holder whose connection leads to another server than the one that it took its
@@ -231,13 +193,10 @@ type tenantKey struct{}
 // next or by calling it twice.
 func TestMiddlewareRunsAroundHandlers(t *testing.T) {
 	t.Parallel()
-	var mu sync.Mutex
-	var calls []string
+	var calls *list
 	note := func(name string) consumer.Middleware {
 		return consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(context.Context) error) error {
-			mu.Lock()
-			calls = append(calls, name)
-			mu.Unlock()
+			calls.add(name)
 			return next(context.WithValue(ctx, tenantKey{}, string(msgs[0].Value)))
 		})
 	}
@@ -251,94 +210,112 @@ func TestMiddlewareRunsAroundHandlers(t *testing.T) {
 	})
 	for name, handler := range map[string]consumer.Handler{"each": each, "queued": queued} {
 		h := newHarness(t, 1)
-		calls = nil
+		calls = &list{}
 		h.produce("a", "b", "c")
-		stop := h.run(handler, func(c *consumer.Config) { c.Middleware = []consumer.Middleware{note("outer"), note("inner")} })
-		h.waitEffects(3)
-		require.NoError(t, stop())
+		h.untilEffects(3, h.run(handler, func(c *consumer.Config) { c.Middleware = []consumer.Middleware{note("outer"), note("inner")} }))
 		if name == "each" {
 			require.Equal(t, []string{"a/a", "b/b", "c/c"}, h.values())
-			require.Equal(t, strings.Repeat("outer inner ", 3), strings.Join(calls, " ")+" ")
+			require.Equal(t, strings.Repeat("outer inner ", 3), strings.Join(calls.all(), " ")+" ")
 			continue
 		}
 		require.Len(t, h.values(), 3)
-		require.Equal(t, "outer", calls[0])
-		require.Equal(t, len(calls), 2*len(slices.DeleteFunc(slices.Clone(calls), func(s string) bool { return s != "inner" })))
+		require.Equal(t, "outer", calls.all()[0])
+		require.Len(t, calls.all(), 2*calls.count("inner"))
 	}
 }
 
-// Property: see above.
+// Property: see above. If a middleware does not wait for the handler, the engine does.
 func TestMiddlewareCannotLoseOrDoubleAnEffect(t *testing.T) {
 	t.Parallel()
-	for name, around := range map[string]func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error{
-		"does not call next": func(context.Context, []*consumer.Message, func(context.Context) error) error { return nil },
-		"calls next twice": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+	type call func(ctx context.Context, next func(context.Context) error) error
+	const afterwards = "calls next when it is over"
+	var later sync.WaitGroup
+	each(t, map[string]call{
+		"does not call next": func(context.Context, func(context.Context) error) error { return nil },
+		"calls next twice": func(ctx context.Context, next func(context.Context) error) error {
 			return errors.Join(next(ctx), next(ctx))
 		},
-		"ignores that next was called twice": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+		"ignores that next was called twice": func(ctx context.Context, next func(context.Context) error) error {
 			_, _ = next(ctx), next(ctx)
 			return nil
 		},
-		"panics behind next": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+		"panics behind next": func(ctx context.Context, next func(context.Context) error) error {
 			_ = next(ctx)
 			panic("boom")
 		},
-		"fails behind next": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+		"fails behind next": func(ctx context.Context, next func(context.Context) error) error {
 			_ = next(ctx)
 			return errBad
 		},
-		"swallows what next says": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
+		"swallows what next says": func(ctx context.Context, next func(context.Context) error) error {
 			_ = next(ctx)
 			return nil
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce("a", "bad", "c")
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if err := effect(ctx, tx, msg); err != nil {
-					return err
-				}
-				if name == "swallows what next says" && string(msg.Value) == "bad" {
-					return errBad
-				}
-				return nil
-			}), func(c *consumer.Config) {
-				parkAll(c)
-				c.AttemptsMax = 2
-				c.Middleware = []consumer.Middleware{consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(context.Context) error) error {
-					if string(msgs[0].Value) == "bad" {
-						return around(ctx, msgs, next)
-					}
-					return next(ctx)
-				})}
+		"returns before next": func(ctx context.Context, next func(context.Context) error) error {
+			begun := make(chan struct{})
+			go func() { _ = next(context.WithValue(ctx, tenantKey{}, begun)) }()
+			<-begun
+			return nil
+		},
+		afterwards: func(ctx context.Context, next func(context.Context) error) error {
+			later.Go(func() {
+				<-ctx.Done()
+				_ = next(ctx)
 			})
-			h.wait("position", func() bool { return h.position() == 3 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a", "c"}, h.values())
-			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
-		})
-	}
+			return nil
+		},
+	}, func(t *testing.T, h *harness, name string, around call) {
+		t.Helper()
+		h.produce("a", "bad", "c")
+		h.untilHandled(3, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if begun, ok := ctx.Value(tenantKey{}).(chan struct{}); ok {
+				close(begun)
+			}
+			if err := effect(ctx, tx, msg); err != nil || string(msg.Value) != "bad" {
+				return err
+			}
+			if name == "swallows what next says" {
+				return errBad
+			}
+			_, err := tx.Exec(ctx, `SELECT pg_sleep(0.2)`)
+			return err
+		}), func(c *consumer.Config) {
+			parkAll(c)
+			c.AttemptsMax = 2
+			c.Middleware = []consumer.Middleware{consumer.Around(func(ctx context.Context, _ pgx.Tx, msgs []*consumer.Message, next func(context.Context) error) error {
+				if string(msgs[0].Value) == "bad" {
+					return around(ctx, next)
+				}
+				return next(ctx)
+			})}
+		}))
+		if name == afterwards {
+			later.Wait()
+		}
+		require.Equal(t, []string{"a", "c"}, h.values())
+		why := "permanent"
+		switch name {
+		case "panics behind next", "fails behind next", "swallows what next says":
+			why = "failed"
+		}
+		require.Equal(t, []string{"bad " + why + " parked"}, h.parked())
+	})
 }
 
 // Property: by position, a message that ends its session in COMMIT is found and parked, as by ID. Row C18
 // of guarantees.md.
 func TestMessageThatEndsItsSessionInCommitIsFound(t *testing.T) {
 	t.Parallel()
-	for name, level := range map[string]consumer.Dedup{"by ID": consumer.DedupByID, "by position": consumer.DedupByPosition} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceAll("ok", "a", "b")
-			h.exec(`CREATE FUNCTION cut() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.value = 'a' THEN PERFORM pg_terminate_backend(pg_backend_pid()); END IF; RETURN NULL; END $$;
-				CREATE CONSTRAINT TRIGGER cut AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION cut()`)
-			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.AttemptsMax = level, 3 })
-			h.wait("parked", func() bool {
-				return h.number(`SELECT count(*) FROM effects WHERE value <> 'a'`) == 2 && h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
-			})
-			require.NoError(t, stop())
-			require.Len(t, h.parked(), 1)
+	each(t, dedups, func(t *testing.T, h *harness, _ string, level consumer.Dedup) {
+		t.Helper()
+		h.produce("ok", "a", "b")
+		h.exec(`CREATE FUNCTION cut() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.value = 'a' THEN PERFORM pg_terminate_backend(pg_backend_pid()); END IF; RETURN NULL; END $$;
+			CREATE CONSTRAINT TRIGGER cut AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION cut()`)
+		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.AttemptsMax = level, 3 })
+		h.wait("parked", func() bool {
+			return h.number(`SELECT count(*) FROM effects WHERE value <> 'a'`) == 2 && h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
 		})
-	}
+		require.NoError(t, stop())
+		require.Len(t, h.parked(), 1)
+	})
 }

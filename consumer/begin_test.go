@@ -61,10 +61,9 @@ func TestInterruptedRewindGoesOn(t *testing.T) {
 	h.produce("0", "1", "2", "3", "4", "5")
 	h.rewind(6, "")
 	stop := h.run(consumer.Each(effect), nil)
-	h.wait("position", func() bool { return h.position() == 6 })
+	h.waitHandled(6)
 	h.produce("6")
-	h.waitEffects(1)
-	require.NoError(t, stop())
+	h.untilEffects(1, stop)
 	h.rewind(1, "")
 	reached := make(chan struct{})
 	var once sync.Once
@@ -83,8 +82,7 @@ func TestInterruptedRewindGoesOn(t *testing.T) {
 	require.Equal(t, 6, h.handledFrom())
 	stop = h.run(consumer.Each(effect), nil)
 	h.waitEffects(6)
-	h.wait("position", func() bool { return h.position() == 7 })
-	require.NoError(t, stop())
+	h.untilHandled(7, stop)
 	stop = h.run(consumer.Each(effect), nil)
 	h.wait("they count as worked through", func() bool { return h.handledFrom() == 1 })
 	require.NoError(t, stop())
@@ -98,23 +96,19 @@ func TestNewNameWorkedThroughNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produce("0", "1", "2", "3")
-	stop := h.run(consumer.Each(effect), nil)
-	h.waitEffects(4)
-	require.NoError(t, stop())
+	h.untilEffects(4, h.run(consumer.Each(effect), nil))
 	id, cluster := h.topicID()
 	h.rewind(2, consumer.CommitMetadata(cluster, id, 2)) // as if the last commit had not arrived
 	renamed := func(c *consumer.Config) { c.Name = h.topic + "-renamed" }
-	stop = h.run(consumer.Each(effect), renamed)
+	stop := h.run(consumer.Each(effect), renamed)
 	h.wait("taken over", func() bool { return h.handledFrom() == 4 })
 	h.produce("4")
-	h.waitEffects(5)
-	require.NoError(t, stop())
+	h.untilEffects(5, stop)
 	require.Contains(t, h.log.String(), `committed=2 committed_by="committed by this consumer"`)
 	h.rewind(1, "")
 	stop = h.run(consumer.Each(effect), renamed)
 	h.waitEffects(8)
-	h.wait("position", func() bool { return h.position() == 5 })
-	require.NoError(t, stop())
+	h.untilHandled(5, stop)
 	stop = h.run(consumer.Each(effect), renamed)
 	h.wait("acquired again", func() bool { return h.handledFrom() == 1 })
 	require.NoError(t, stop())
@@ -136,23 +130,17 @@ func TestLatestLosesNothingThatComesLater(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceTo(0, "before")
 	h.rewind(1, "")
-	stop := h.run(consumer.Each(effect), nil)
-	h.wait("position", func() bool { return h.position() == 1 })
-	require.NoError(t, stop())
+	h.untilHandled(1, h.run(consumer.Each(effect), nil))
 	added, err := kadm.NewClient(kafkatest.Client(t)).UpdatePartitions(t.Context(), 2, h.topic)
 	require.NoError(t, errors.Join(err, added.Error()))
 	h.produceTo(1, "added")
 	h.produceTo(0, "after")
-	stop = h.run(consumer.Each(effect), nil)
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.untilEffects(2, h.run(consumer.Each(effect), nil))
 	require.ElementsMatch(t, []string{"added", "after"}, h.values())
 
 	kafkatest.Recreate(t, h.topic)
 	h.produceTo(0, "anew")
-	stop = h.run(consumer.Each(effect), nil)
-	h.waitEffects(3)
-	require.NoError(t, stop())
+	h.untilEffects(3, h.run(consumer.Each(effect), nil))
 }
 
 // Property: offsets that were translated for a topic with another ID are where the group continues;
@@ -160,39 +148,27 @@ func TestLatestLosesNothingThatComesLater(t *testing.T) {
 // cluster, are not.
 func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct {
+	type testCase struct {
 		metadata func(cluster string, earlier uuid.UUID) string
 		want     []string
-	}{
+	}
+	each(t, map[string]testCase{
 		"translated":      {func(_ string, id uuid.UUID) string { return consumer.CommitMetadata("the other cluster", id, 7) }, []string{"b3", "b4"}},
 		"by another tool": {func(string, uuid.UUID) string { return "" }, []string{"b3", "b4"}},
 		"our own": {
 			func(cluster string, id uuid.UUID) string { return consumer.CommitMetadata(cluster, id, 3) },
 			[]string{"b0", "b1", "b2", "b3", "b4"},
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce("a0", "a1", "a2")
-			stop := h.run(consumer.Each(effect), nil)
-			h.waitEffects(3)
-			require.NoError(t, stop())
-			earlier, cluster := h.topicID()
-			kafkatest.Recreate(t, h.topic)
-			h.produce("b0", "b1", "b2", "b3", "b4")
-			h.rewind(3, c.metadata(cluster, earlier))
-			stop = h.run(consumer.Each(effect), nil)
-			h.wait("position", func() bool { return h.position() == 5 })
-			require.NoError(t, stop())
-			require.Equal(t, c.want, h.values()[3:])
-			require.Contains(t, h.log.String(), "committed_by=")
-		})
-	}
-}
-
-// start is run for brokers of the test's own. It returns the consumer, too.
-func (h *harness) start(brokers []string, handler consumer.Handler, change func(*consumer.Config)) (c *consumer.Consumer, stop func() error) {
-	h.t.Helper()
-	return h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, handler, change)
+	}, func(t *testing.T, h *harness, _ string, c testCase) {
+		t.Helper()
+		h.produce("a0", "a1", "a2")
+		h.untilEffects(3, h.run(consumer.Each(effect), nil))
+		earlier, cluster := h.topicID()
+		kafkatest.Recreate(t, h.topic)
+		h.produce("b0", "b1", "b2", "b3", "b4")
+		h.rewind(3, c.metadata(cluster, earlier))
+		h.untilHandled(5, h.run(consumer.Each(effect), nil))
+		require.Equal(t, c.want, h.values()[3:])
+		require.Contains(t, h.log.String(), "committed_by=")
+	})
 }

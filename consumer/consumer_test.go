@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -29,21 +30,17 @@ import (
 // the first occurrence counts. Rows C22, C26 of guarantees.md.
 func TestDuplicatesOfTheProducerHaveOneEffect(t *testing.T) {
 	t.Parallel()
-	for name, handler := range shapes(func(*consumer.Message) error { return nil }) {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceAs("order-1", "first")
-			h.produceAs("order-1", "again")
-			h.produceAs("order-2", "other")
-			stop := h.run(handler, nil)
-			h.waitEffects(2)
-			h.produceAs("order-1", "much later")
-			h.wait("position", func() bool { return h.position() == 4 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"first", "other"}, h.values())
-		})
-	}
+	each(t, shapes(func(*consumer.Message) error { return nil }), func(t *testing.T, h *harness, _ string, handler consumer.Handler) {
+		t.Helper()
+		h.produceAs("order-1", "first")
+		h.produceAs("order-1", "again")
+		h.produceAs("order-2", "other")
+		stop := h.run(handler, nil)
+		h.waitEffects(2)
+		h.produceAs("order-1", "much later")
+		h.untilHandled(4, stop)
+		require.Equal(t, []string{"first", "other"}, h.values())
+	})
 }
 
 // Property: the offset that Kafka knows is never ahead of the position that is committed with the
@@ -51,9 +48,7 @@ func TestDuplicatesOfTheProducerHaveOneEffect(t *testing.T) {
 func TestKafkaOffsetFollowsTheCommit(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	for i := range 30 {
-		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
-	}
+	h.produce(numbered(30)...)
 	var fail atomic.Bool
 	fail.Store(true)
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
@@ -66,25 +61,24 @@ func TestKafkaOffsetFollowsTheCommit(t *testing.T) {
 	h.wait("complaint", func() bool { return strings.Contains(h.log.String(), "blocks its partition") })
 	require.NoError(t, stop())
 	require.Equal(t, 20, h.position())
-	require.Equal(t, 20, committed(t, h.topic))
+	require.Equal(t, 20, h.committed())
 	require.Contains(t, h.log.String(), "offset=20")
 
 	fail.Store(false)
 	var duplicates atomic.Int64
-	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
+	h.untilEffects(30, h.run(consumer.Each(effect), func(c *consumer.Config) {
 		c.Hooks.Processed = func(p consumer.Processed) { duplicates.Add(int64(p.Duplicates)) }
-	})
-	h.waitEffects(30)
-	require.NoError(t, stop())
+	}))
 	require.Zero(t, duplicates.Load(), "redelivered after a clean stop")
-	require.Equal(t, 30, committed(t, h.topic))
+	require.Equal(t, 30, h.committed())
 }
 
-func committed(t *testing.T, group string) int {
-	t.Helper()
-	offsets, err := kadm.NewClient(kafkatest.Client(t)).FetchOffsets(t.Context(), group)
-	require.NoError(t, err)
-	at, ok := offsets.Lookup(group, 0)
+// committed is the offset of partition 0 that Kafka knows; -1: none.
+func (h *harness) committed() int {
+	h.t.Helper()
+	offsets, err := kadm.NewClient(kafkatest.ClientAt(h.t, h.brokers)).FetchOffsets(h.t.Context(), h.topic)
+	require.NoError(h.t, err)
+	at, ok := offsets.Lookup(h.topic, 0)
 	if !ok {
 		return -1
 	}
@@ -98,9 +92,7 @@ func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 	h := newHarness(t, 1)
 	h.exec(`CREATE TABLE parent (id text PRIMARY KEY)`)
 	h.exec(`CREATE TABLE child (id text REFERENCES parent DEFERRABLE INITIALLY DEFERRED)`)
-	for _, v := range []string{"a", "b", "orphan", "c"} {
-		h.produceAs(v, v)
-	}
+	h.produce("a", "b", "orphan", "c")
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if string(msg.Value) == "orphan" {
 			if _, err := tx.Exec(ctx, `INSERT INTO child VALUES ('orphan')`); err != nil {
@@ -112,8 +104,7 @@ func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 	h.wait("the orphan blocks", func() bool { return strings.Contains(h.log.String(), "offset=2") && h.position() == 2 })
 	require.Equal(t, []string{"a", "b"}, h.values())
 	h.exec(`INSERT INTO parent VALUES ('orphan')`)
-	h.waitEffects(4)
-	require.NoError(t, stop())
+	h.untilEffects(4, stop)
 }
 
 // Property: what handlers publish appears with their effects, after every other statement, under
@@ -121,22 +112,16 @@ func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	ids := h.produce("a", "b")
+	h.produce("a", "b")
 	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "next", Payload: msg.Value}, outbox.Message{Topic: "next", Payload: []byte("2")}); err != nil {
 			return err
 		}
 		return effect(ctx, tx, msg)
 	})
-	stop := h.run(handler, nil)
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.untilEffects(2, h.run(handler, nil))
 	published := func() []string {
-		rows, err := h.pool.Query(t.Context(), `SELECT id || ' ' || convert_from(payload, 'UTF8') FROM effectonce.outbox ORDER BY seq`)
-		require.NoError(t, err)
-		found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		return found
+		return h.texts(`SELECT id || ' ' || convert_from(payload, 'UTF8') FROM effectonce.outbox ORDER BY seq`)
 	}
 	first := published()
 	require.Len(t, first, 4)
@@ -145,11 +130,9 @@ func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
 	h.exec(`DELETE FROM effectonce.outbox`)
 	h.exec(`DELETE FROM effects`)
 	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
-	stop = h.run(handler, nil)
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.untilEffects(2, h.run(handler, nil))
 	require.Equal(t, first, published())
-	require.NotContains(t, strings.Join(first, " "), ids[0].String())
+	require.NotContains(t, strings.Join(first, " "), h.texts(`SELECT message_id::text FROM effects`)[0])
 }
 
 // Property: IDs that no database takes as text (a megabyte, NUL, broken UTF-8), missing and empty
@@ -164,14 +147,12 @@ func TestOddIDs(t *testing.T) {
 		if i != 4 {
 			record.Headers = append(record.Headers, kgo.RecordHeader{Key: "message-id", Value: id})
 		}
-		h.produceRecord(record)
+		h.produceRecords(record)
 	}
 	var without atomic.Int64
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+	h.untilEffects(len(odd), h.run(consumer.Each(effect), func(c *consumer.Config) {
 		c.Hooks.Processed = func(p consumer.Processed) { without.Add(int64(p.WithoutID)) }
-	})
-	h.waitEffects(len(odd))
-	require.NoError(t, stop())
+	}))
 	require.EqualValues(t, 3, without.Load())
 	require.Equal(t, 1, strings.Count(h.log.String(), "without an ID"), "said once")
 }
@@ -223,12 +204,10 @@ func TestWrongClocksOfProducers(t *testing.T) {
 			stamp = time.Now() // brokers refuse timestamps of the future
 		}
 		for range 2 {
-			h.produceRecord(&kgo.Record{Value: []byte(off.String()), Timestamp: stamp, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id.String())}}})
+			h.produceRecords(&kgo.Record{Value: []byte(off.String()), Timestamp: stamp, Headers: headers("message-id=" + id.String())})
 		}
 	}
-	stop := h.run(consumer.Each(effect), nil)
-	h.wait("position", func() bool { return h.position() == 14 })
-	require.NoError(t, stop())
+	h.untilHandled(14, h.run(consumer.Each(effect), nil))
 	require.Equal(t, 7, h.number(`SELECT count(*) FROM effects`))
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`), "nothing was forgotten, so every claim proves its message fresh")
 }
@@ -237,26 +216,23 @@ func TestWrongClocksOfProducers(t *testing.T) {
 // guarantees.md.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
-	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
-		t.Run(string(level), func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			engines := []*consumer.Engine{
-				consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: level}),
-				consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: level}),
-			}
-			// Both believe that they hold the partition: each has its own position to advance, so
-			// that only the claims decide (row C11).
-			done := make(chan error, 2)
-			for i, engine := range engines {
-				go func() { done <- engine.ApplyAll(t.Context(), int32(i), 0, 2000, 50) }()
-			}
-			require.NoError(t, <-done)
-			require.NoError(t, <-done)
-			require.Equal(t, 2000, h.number(`SELECT count(*) FROM effects`))
-			require.Equal(t, 2000, h.number(`SELECT count(DISTINCT message_id) FROM effects`))
-		})
-	}
+	eachOf(t, []string{"read committed", "repeatable read", "serializable"}, func(t *testing.T, h *harness, level string) {
+		t.Helper()
+		cfg := consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: pgx.TxIsoLevel(level)}
+		engines := []*consumer.Engine{
+			consumer.NewEngine(t, h.pool, consumer.Each(effect), cfg), consumer.NewEngine(t, h.pool, consumer.Each(effect), cfg),
+		}
+		// Both believe that they hold the partition: each has its own position to advance, so
+		// that only the claims decide (row C11).
+		done := make(chan error, 2)
+		for i, engine := range engines {
+			go func() { done <- engine.ApplyAll(t.Context(), int32(i), 0, 2000, 50) }()
+		}
+		require.NoError(t, <-done)
+		require.NoError(t, <-done)
+		require.Equal(t, 2000, h.number(`SELECT count(*) FROM effects`))
+		require.Equal(t, 2000, h.number(`SELECT count(DISTINCT message_id) FROM effects`))
+	})
 }
 
 // Property: handlers that deadlock with each other are retried until all have their effect, and none
@@ -268,12 +244,12 @@ func TestDeadlockingHandlersAreRetried(t *testing.T) {
 	h.exec(`CREATE TABLE account (id int PRIMARY KEY, balance int)`)
 	h.exec(`INSERT INTO account VALUES (0, 0), (1, 0)`)
 	for i := range 60 {
-		h.produceRecord(&kgo.Record{Partition: int32(i % 2), Value: []byte{byte('0' + i%2)}})
+		h.produceRecords(&kgo.Record{Partition: int32(i % 2), Value: []byte{byte('0' + i%2)}})
 	}
 	var deadlocks atomic.Int64
 	locked := []chan struct{}{make(chan struct{}), make(chan struct{})}
 	meet := []sync.Once{{}, {}}
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	h.untilEffects(60, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		first := int(msg.Value[0] - '0')
 		for _, id := range []int{first, 1 - first} {
 			if _, err := tx.Exec(ctx, `UPDATE account SET balance = balance + 1 WHERE id = $1`, id); err != nil {
@@ -291,9 +267,7 @@ func TestDeadlockingHandlersAreRetried(t *testing.T) {
 			})
 		}
 		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.BatchMax = 5 })
-	h.waitEffects(60)
-	require.NoError(t, stop())
+	}), func(c *consumer.Config) { c.BatchMax = 5 }))
 	require.Positive(t, deadlocks.Load(), "the premise")
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
 	require.Equal(t, 120, h.number(`SELECT sum(balance) FROM account`))
@@ -304,29 +278,26 @@ func TestDeadlockingHandlersAreRetried(t *testing.T) {
 // the end. Row C8 of guarantees.md.
 func TestConflictsAreNoAttempts(t *testing.T) {
 	t.Parallel()
-	for _, state := range []string{"40001", "40P01"} {
-		t.Run(state, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce("one", "two")
-			var runs [2]atomic.Int64
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if n := runs[msg.Offset].Add(1); msg.Offset == 1 || n <= 8 {
-					_, err := tx.Exec(ctx, fmt.Sprintf(`DO $$ BEGIN RAISE EXCEPTION 'as a concurrent transaction' USING ERRCODE = '%s'; END $$`, state))
-					return err
-				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) {
-				c.AttemptsMax, c.BatchMax, c.RetryMin, c.RetryMax, c.ParkShareMax = 1, 1, time.Millisecond, 2*time.Millisecond, 1
-			})
-			h.wait("the second message is parked", func() bool { return h.number(`SELECT count(*) FROM effectonce.parked_messages`) == 1 })
-			require.NoError(t, stop())
-			h.waitEffects(1)
-			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 1 AND reason = 'failed' AND attempts = 1`))
-			require.EqualValues(t, 9, runs[0].Load())
-			require.EqualValues(t, 11, runs[1].Load())
+	eachOf(t, []string{"40001", "40P01"}, func(t *testing.T, h *harness, state string) {
+		t.Helper()
+		h.produce("one", "two")
+		var runs [2]atomic.Int64
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if n := runs[msg.Offset].Add(1); msg.Offset == 1 || n <= 8 {
+				_, err := tx.Exec(ctx, fmt.Sprintf(`DO $$ BEGIN RAISE EXCEPTION 'as a concurrent transaction' USING ERRCODE = '%s'; END $$`, state))
+				return err
+			}
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) {
+			c.AttemptsMax, c.BatchMax, c.RetryMin, c.RetryMax, c.ParkShareMax = 1, 1, time.Millisecond, 2*time.Millisecond, 1
 		})
-	}
+		h.wait("the second message is parked", func() bool { return h.number(`SELECT count(*) FROM effectonce.parked_messages`) == 1 })
+		require.NoError(t, stop())
+		h.waitEffects(1)
+		require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 1 AND reason = 'failed' AND attempts = 1`))
+		require.EqualValues(t, 9, runs[0].Load())
+		require.EqualValues(t, 11, runs[1].Load())
+	})
 }
 
 // Property: settings out of bounds are all reported at once, with field, value and bound.
@@ -350,9 +321,7 @@ func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
 	h := newHarness(t, 1)
 	cfg := consumer.Config{Group: "g", Topics: []string{"t"}}
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec} {
-		config := h.pool.Config()
-		config.ConnConfig.DefaultQueryExecMode = mode
-		pool := pgtest.PoolOf(t, config)
+		pool := h.poolWith(func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
 		_, err := consumer.New(pool, nil, consumer.Each(effect), cfg)
 		require.ErrorContains(t, err, "cache_describe")
 	}
@@ -368,9 +337,7 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Name = "billing" })
 	h.wait("registered", func() bool { return h.number(`SELECT count(*) FROM effectonce.consumers`) == 1 })
 	require.NoError(t, stop())
-	other, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(effect),
-		consumer.Config{Group: "another", Topics: []string{h.topic}, Name: "billing"})
-	require.NoError(t, err)
+	other := h.make(consumer.Each(effect), func(c *consumer.Config) { c.Group, c.Name = "another", "billing" })
 	require.ErrorContains(t, other.Run(t.Context()), "choose another consumer name")
 }
 
@@ -392,13 +359,13 @@ func TestContextValuesReachHandlers(t *testing.T) {
 		return effect(ctx, tx, msg)
 	})
 	c := h.make(handler, nil)
-	cancel, ended := h.begin(ctx, c)
+	cancel, stop := h.begin(ctx, c)
 	h.produce("1")
 	<-started
 	cancel()
 	h.wait("it drains", func() bool { return c.Status().Phase == consumer.PhaseDraining })
 	close(hold)
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 	require.Equal(t, "tenant", seen.Load())
 	require.Equal(t, "<nil>", over.Load())
 	h.waitEffects(1)
@@ -417,8 +384,7 @@ func TestAnotherWindowIsNamed(t *testing.T) {
 	for i, window := range []time.Duration{2 * time.Hour, 3 * time.Hour} {
 		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Window = window })
 		h.produce("1")
-		h.wait("effects", func() bool { return h.position() == i+1 })
-		require.NoError(t, stop())
+		h.untilHandled(i+1, stop)
 	}
 	require.Equal(t, 1, h.logged("another dedup window was registered before"))
 }

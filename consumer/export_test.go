@@ -69,12 +69,13 @@ func (e *Engine) messages(at *Position, first, n int) []*Message {
 
 // Apply runs one batch of messages.
 func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
-	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks > 0})
+	out, err := e.apply(ctx, at, e.messages(at, first, n), false)
 	return out.fresh, err
 }
 
 // apply waits for a transaction, as a lane does.
-func (e *Engine) apply(ctx context.Context, at *Position, w *work) (outcome, error) {
+func (e *Engine) apply(ctx context.Context, at *Position, msgs []*Message, apart bool) (outcome, error) {
+	w := &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), asks: at.asks > 0, apart: apart}
 	out, f := e.c.apply(ctx, w)
 	if at.asks = asksAfter(at.asks, out, f); f != nil {
 		return outcome{}, f
@@ -165,7 +166,7 @@ func (at *Position) HandledFrom(offset int64) { at.p.handled.from = offset }
 
 // ApplyApart is Apply as a worker does it: the position is advanced separately.
 func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {
-	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), asks: at.asks > 0, apart: true})
+	out, err := e.apply(ctx, at, e.messages(at, first, n), true)
 	return out.fresh, err
 }
 
@@ -223,7 +224,7 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 			msgs[i].ID = dedup.MessageID("test", text)
 		}
 	}
-	out, err := e.apply(ctx, at, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), asks: at.asks > 0, apart: apart})
+	out, err := e.apply(ctx, at, msgs, apart)
 	if err != nil {
 		return Outcome{}, err
 	}

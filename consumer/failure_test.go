@@ -7,12 +7,10 @@ import (
 	"math"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
@@ -84,23 +82,10 @@ func TestVerdictDependsOnOriginAndState(t *testing.T) {
 }
 
 // failures collects what Hooks.Failed is called with.
-type failures struct {
-	mu     sync.Mutex
-	values []string
-}
+type failures struct{ list }
 
 func (f *failures) hook(c *consumer.Config) {
-	c.Hooks.Failed = func(failed consumer.Failed) {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		f.values = append(f.values, string(failed.Message.Value))
-	}
-}
-
-func (f *failures) list() []string {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return slices.Clone(f.values)
+	c.Hooks.Failed = func(failed consumer.Failed) { f.add(string(failed.Message.Value)) }
 }
 
 // Property: a failure of the engine's own statements is no message's fault: while a table of the
@@ -108,51 +93,47 @@ func (f *failures) list() []string {
 // that, and resumes by itself when the table is back.
 func TestEngineTableAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
-	for table, last := range map[string]string{
+	each(t, map[string]string{
 		"processed_messages": "good", "consumer_positions": "good", "consumers": "good", // every message needs these
 		"parked_messages": "bad", // this only one that fails
-	} {
-		t.Run(table, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var failed failures
-			var calls atomic.Int64
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				calls.Add(1)
-				if string(msg.Value) == "bad" {
-					return consumer.Permanent(errBad)
-				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) { c.AttemptsMax = 2; failed.hook(c) })
-			h.produce("good", "good")
-			h.waitEffects(2)
-			h.exec(`ALTER TABLE effectonce.` + table + ` RENAME TO away`)
-			h.produce(last)
-			h.wait("the partition waits", func() bool { return strings.Contains(h.log.String(), "partition waits for the database") })
-			seen := calls.Load()
-			h.wait("more tries", func() bool {
-				return calls.Load() > seen+5 || table == "processed_messages" || table == "consumers" || last == "bad"
-			})
-			if last == "good" {
-				require.Empty(t, failed.list(), "no attempt failed")
+	}, func(t *testing.T, h *harness, table, last string) {
+		t.Helper()
+		var failed failures
+		var calls atomic.Int64
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			calls.Add(1)
+			if string(msg.Value) == "bad" {
+				return consumer.Permanent(errBad)
 			}
-			require.Equal(t, 2, h.number(`SELECT count(*) FROM effects`))
-			h.exec(`ALTER TABLE effectonce.away RENAME TO ` + table)
-			h.produce("good")
-			h.wait("position", func() bool { return h.position() == 4 })
-			require.NoError(t, stop())
-			if last == "good" {
-				require.Empty(t, failed.list())
-				require.Empty(t, h.parked())
-				require.Len(t, h.values(), 4)
-			} else {
-				require.Equal(t, []string{"bad"}, slices.Compact(failed.list()))
-				require.Equal(t, []string{"bad permanent parked"}, h.parked())
-				require.Len(t, h.values(), 3)
-			}
-			require.Contains(t, h.log.String(), "partition works again")
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) { c.AttemptsMax = 2; failed.hook(c) })
+		h.produce("good", "good")
+		h.waitEffects(2)
+		h.exec(`ALTER TABLE effectonce.` + table + ` RENAME TO away`)
+		h.produce(last)
+		h.wait("the partition waits", func() bool { return strings.Contains(h.log.String(), "partition waits for the database") })
+		seen := calls.Load()
+		h.wait("more tries", func() bool {
+			return calls.Load() > seen+5 || table == "processed_messages" || table == "consumers" || last == "bad"
 		})
-	}
+		if last == "good" {
+			require.Empty(t, failed.all(), "no attempt failed")
+		}
+		require.Equal(t, 2, h.number(`SELECT count(*) FROM effects`))
+		h.exec(`ALTER TABLE effectonce.away RENAME TO ` + table)
+		h.produce("good")
+		h.untilHandled(4, stop)
+		if last == "good" {
+			require.Empty(t, failed.all())
+			require.Empty(t, h.parked())
+			require.Len(t, h.values(), 4)
+		} else {
+			require.Equal(t, []string{"bad"}, slices.Compact(failed.all()))
+			require.Equal(t, []string{"bad permanent parked"}, h.parked())
+			require.Len(t, h.values(), 3)
+		}
+		require.Contains(t, h.log.String(), "partition works again")
+	})
 }
 
 // Property: an error that a handler's statement raises, or that its other connections report, is
@@ -167,8 +148,8 @@ func TestHandlersStateIsNoOutage(t *testing.T) {
 		values = append(values, "raise "+state, "good")
 	}
 	values = append(values, "connect refused", "good", "connect 3D000", "good")
-	h.produceAll(values...)
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	h.produce(values...)
+	h.untilHandled(len(values), h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		value := string(msg.Value)
 		if state, ok := strings.CutPrefix(value, "raise "); ok {
 			_, err := tx.Exec(ctx, fmt.Sprintf(`DO $$ BEGIN RAISE EXCEPTION 'by the handler' USING ERRCODE = '%s'; END $$`, state))
@@ -186,9 +167,7 @@ func TestHandlersStateIsNoOutage(t *testing.T) {
 			return err
 		}
 		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.AttemptsMax = 2 })
-	h.wait("position", func() bool { return h.position() == len(values) })
-	require.NoError(t, stop())
+	}), func(c *consumer.Config) { c.AttemptsMax = 2 }))
 	require.Len(t, h.values(), len(states)+2)
 	require.Equal(t, len(states)+2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE reason = 'failed' AND attempts = 2`))
 }
@@ -203,97 +182,73 @@ func end(ctx context.Context, h *harness, tx pgx.Tx) error {
 // even if the handler marks the error as permanent, and each message has its effect once.
 func TestLostConnectionIsNoAttempt(t *testing.T) {
 	t.Parallel()
-	for name, mark := range map[string]func(error) error{
+	each(t, map[string]func(error) error{
 		"returned": func(err error) error { return err }, "permanent": consumer.Permanent, "swallowed": func(error) error { return nil },
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var values []string
-			for i := range 60 {
-				values = append(values, fmt.Sprint(i))
-			}
-			h.produceAll(values...)
-			var failed failures
-			ended := map[int64]bool{}
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if msg.Offset%5 == 4 && !ended[msg.Offset] {
-					ended[msg.Offset] = true
-					if err := end(ctx, h, tx); err != nil {
-						return err
-					}
-					return mark(effect(ctx, tx, msg))
+	}, func(t *testing.T, h *harness, _ string, mark func(error) error) {
+		t.Helper()
+		values := numbered(60)
+		h.produce(values...)
+		var failed failures
+		ended := map[int64]bool{}
+		h.untilHandled(60, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if msg.Offset%5 == 4 && !ended[msg.Offset] {
+				ended[msg.Offset] = true
+				if err := end(ctx, h, tx); err != nil {
+					return err
 				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) { c.AttemptsMax = 1; failed.hook(c) })
-			h.wait("position", func() bool { return h.position() == 60 })
-			require.NoError(t, stop())
-			require.Equal(t, values, h.values())
-			require.Empty(t, failed.list())
-			require.Empty(t, h.parked())
-			require.Len(t, ended, 12)
-		})
-	}
+				return mark(effect(ctx, tx, msg))
+			}
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) { c.AttemptsMax = 1; failed.hook(c) }))
+		require.Equal(t, values, h.values())
+		require.Empty(t, failed.all())
+		require.Empty(t, h.parked())
+		require.Len(t, ended, 12)
+	})
 }
 
 // Property: a message whose handler ends its own session each time is found by halving its batch,
 // is counted and parked, and the others have their effects once. For each shape of handler.
 func TestMessageThatEndsItsSessionIsFound(t *testing.T) {
 	t.Parallel()
-	for _, shape := range []string{"each", "queued", "batch"} {
-		t.Run(shape, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var values, good []string
-			for i := range 60 {
-				value := fmt.Sprint(i)
-				if i == 37 {
-					value = "bad"
-				} else {
-					good = append(good, value)
-				}
-				values = append(values, value)
+	eachOf(t, []string{"each", "queued", "batch"}, func(t *testing.T, h *harness, shape string) {
+		t.Helper()
+		values, good := numbered(60), slices.Delete(numbered(60), 37, 38)
+		values[37] = "bad"
+		h.produce(values...)
+		var failed failures
+		const self = `SELECT pg_terminate_backend(pg_backend_pid())`
+		one := func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if string(msg.Value) == "bad" {
+				_, err := tx.Exec(ctx, self)
+				return err
 			}
-			h.produceAll(values...)
-			var failed failures
-			const self = `SELECT pg_terminate_backend(pg_backend_pid())`
-			handler := map[string]consumer.Handler{
-				"each": consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-					if string(msg.Value) == "bad" {
-						_, err := tx.Exec(ctx, self)
+			return effect(ctx, tx, msg)
+		}
+		handler := map[string]consumer.Handler{
+			"each": consumer.Each(one),
+			"queued": consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+				if string(msg.Value) == "bad" {
+					q.Queue(self)
+					return nil
+				}
+				q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
+				return nil
+			}),
+			"batch": consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+				for _, msg := range msgs {
+					if err := one(ctx, tx, msg); err != nil {
 						return err
 					}
-					return effect(ctx, tx, msg)
-				}),
-				"queued": consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
-					if string(msg.Value) == "bad" {
-						q.Queue(self)
-						return nil
-					}
-					q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
-					return nil
-				}),
-				"batch": consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
-					for _, msg := range msgs {
-						if string(msg.Value) == "bad" {
-							_, err := tx.Exec(ctx, self)
-							return err
-						}
-						if err := effect(ctx, tx, msg); err != nil {
-							return err
-						}
-					}
-					return nil
-				}),
-			}[shape]
-			stop := h.run(handler, func(c *consumer.Config) { c.AttemptsMax = 2; failed.hook(c) })
-			h.wait("position", func() bool { return h.position() == 60 })
-			require.NoError(t, stop())
-			require.Equal(t, good, h.values())
-			require.Equal(t, []string{"bad", "bad"}, failed.list())
-			require.Equal(t, []string{"bad failed parked"}, h.parked())
-		})
-	}
+				}
+				return nil
+			}),
+		}[shape]
+		h.untilHandled(60, h.run(handler, func(c *consumer.Config) { c.AttemptsMax = 2; failed.hook(c) }))
+		require.Equal(t, good, h.values())
+		require.Equal(t, []string{"bad", "bad"}, failed.all())
+		require.Equal(t, []string{"bad failed parked"}, h.parked())
+	})
 }
 
 // Property: a round trip of queued statements that takes too long is split until the slow message
@@ -302,12 +257,9 @@ func TestSlowRoundTripBlamesOnlyItsMessage(t *testing.T) {
 	longtest.Only(t, "limits of real seconds")
 	t.Parallel()
 	h := newHarness(t, 1)
-	var values, good []string
-	for i := range 60 {
-		values, good = append(values, fmt.Sprint(i)), append(good, fmt.Sprint(i))
-	}
-	values[20], good = "slow", slices.Delete(good, 20, 21)
-	h.produceAll(values...)
+	values, good := numbered(60), slices.Delete(numbered(60), 20, 21)
+	values[20] = "slow"
+	h.produce(values...)
 	var failed failures
 	stop := h.run(consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
 		if string(msg.Value) == "slow" {
@@ -316,12 +268,12 @@ func TestSlowRoundTripBlamesOnlyItsMessage(t *testing.T) {
 		q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
 		return nil
 	}), func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 2*time.Second, 2; failed.hook(c) })
-	h.wait("position", func() bool { return h.position() == 60 })
-	h.wait("the last attempt", func() bool { return len(failed.list()) == 2 })
+	h.waitHandled(60)
+	h.wait("the last attempt", func() bool { return len(failed.all()) == 2 })
 	h.wait("parked for good", func() bool { return slices.Equal(h.parked(), []string{"slow failed parked"}) })
 	require.NoError(t, stop())
 	require.Equal(t, good, h.values())
-	require.Equal(t, []string{"slow", "slow"}, failed.list())
+	require.Equal(t, []string{"slow", "slow"}, failed.all())
 	require.Equal(t, []string{"slow failed parked"}, h.parked())
 }
 
@@ -330,38 +282,34 @@ func TestSlowRoundTripBlamesOnlyItsMessage(t *testing.T) {
 func TestOverdueHandlerFailsItself(t *testing.T) {
 	longtest.Only(t, "limits of real seconds")
 	t.Parallel()
-	for _, shape := range []string{"each", "queued"} {
-		t.Run(shape, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce("1", "late", "2")
-			var failed failures
-			late := func(ctx context.Context, msg *consumer.Message) {
-				if string(msg.Value) == "late" {
-					<-ctx.Done()
-				}
+	eachOf(t, []string{"each", "queued"}, func(t *testing.T, h *harness, shape string) {
+		t.Helper()
+		h.produce("1", "late", "2")
+		var failed failures
+		late := func(ctx context.Context, msg *consumer.Message) {
+			if string(msg.Value) == "late" {
+				<-ctx.Done()
 			}
-			handler := map[string]consumer.Handler{
-				"each": consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-					if late(ctx, msg); string(msg.Value) == "late" {
-						return nil
-					}
-					return effect(ctx, tx, msg)
-				}),
-				"queued": consumer.Queued(func(ctx context.Context, q *consumer.Queue, msg *consumer.Message) error {
-					late(ctx, msg)
-					q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
+		}
+		handler := map[string]consumer.Handler{
+			"each": consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if late(ctx, msg); string(msg.Value) == "late" {
 					return nil
-				}),
-			}[shape]
-			stop := h.run(handler, func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 5*time.Second, 1; failed.hook(c) }) // the others have one attempt, too
-			h.wait("position", func() bool { return h.position() == 3 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"1", "2"}, h.values())
-			require.Equal(t, []string{"late"}, failed.list())
-			require.Equal(t, []string{"late failed parked"}, h.parked())
-		})
-	}
+				}
+				return effect(ctx, tx, msg)
+			}),
+			"queued": consumer.Queued(func(ctx context.Context, q *consumer.Queue, msg *consumer.Message) error {
+				late(ctx, msg)
+				q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
+				return nil
+			}),
+		}[shape]
+		stop := h.run(handler, func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 5*time.Second, 1; failed.hook(c) }) // the others have one attempt, too
+		h.untilHandled(3, stop)
+		require.Equal(t, []string{"1", "2"}, h.values())
+		require.Equal(t, []string{"late"}, failed.all())
+		require.Equal(t, []string{"late failed parked"}, h.parked())
+	})
 }
 
 // Property: a record's timestamp, which its producer chooses, stops no partition: not one that the
@@ -370,14 +318,12 @@ func TestAnyTimestampIsHandled(t *testing.T) {
 	t.Parallel()
 	for _, at := range []int64{math.MinInt64, -1, 0, 9224318015999999, 9224318016000000, math.MaxInt64 / 100, math.MaxInt64} {
 		h := newHarness(t, 1)
-		c, err := consumer.New(h.pool, nil, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic}})
-		require.NoError(t, err)
-		id := kgo.RecordHeader{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}
+		c, id := h.make(consumer.Each(effect), nil), newID()
 		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 		defer cancel()
 		done, err := c.Deliver(ctx,
-			&kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(at), Headers: []kgo.RecordHeader{id}},
-			&kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(at), Offset: 1, Headers: []kgo.RecordHeader{id, {Key: "message-id", Value: []byte("another")}}})
+			&kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(at), Headers: id},
+			&kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(at), Offset: 1, Headers: append(id, headers("message-id=another")...)})
 		require.NoError(t, err, "timestamp %d", at)
 		require.Equal(t, consumer.Delivered{Fresh: 1, Parked: 1}, done, "timestamp %d", at)
 	}
@@ -388,23 +334,23 @@ var errOther = errors.New("other")
 // panickingError panics in one of its methods, as one with a nil receiver does.
 type panickingError struct{ in string }
 
-func (e panickingError) Error() string {
-	if e.in == "Error" {
-		panic("in Error")
+func (e panickingError) enter(method string) {
+	if e.in == method {
+		panic("in " + method)
 	}
+}
+
+func (e panickingError) Error() string {
+	e.enter("Error")
 	return "quiet"
 }
 
 func (e panickingError) Unwrap() error {
-	if e.in == "Unwrap" {
-		panic("in Unwrap")
-	}
+	e.enter("Unwrap")
 	return errOther
 }
 
 func (e panickingError) Is(error) bool {
-	if e.in == "Is" {
-		panic("in Is")
-	}
+	e.enter("Is")
 	return false
 }

@@ -27,6 +27,12 @@ var allOrders = map[string]func(*consumer.Config){
 	"unordered":    parallel(consumer.OrderUnordered),
 }
 
+// workerOrders are the orders in which a partition has workers.
+var workerOrders = map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered}
+
+// dedups are the ways to know a message again.
+var dedups = map[string]consumer.Dedup{"by ID": consumer.DedupByID, "by position": consumer.DedupByPosition}
+
 // notesEpochs makes each COMMIT that has an effect or parks a message record the position's epoch.
 const notesEpochs = `
 CREATE TABLE commits (epoch bigint, value text);
@@ -72,17 +78,14 @@ func zombieCommitsNothing(t *testing.T, parks bool, settings func(*consumer.Conf
 		}
 		return effect(ctx, tx, msg)
 	}), settings)
-	h.wait("the takeover", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE epoch > 0`) == 1
-	})
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE epoch > 0`)
 	h.wait("its members are there", func() bool { return strings.Contains(h.log.String(), "partition assigned") })
 	h.produceKeyed("a:0")
 	<-begun
 	taken := h.number(`UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another' RETURNING epoch`)
 	release()
 	h.produceKeyed("a:1", "b:0")
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
+	h.untilHandled(3, stop)
 	require.Zero(t, h.number(`SELECT count(*) FROM commits WHERE epoch = $1`, taken))
 	require.Equal(t, 3, h.number(`SELECT (SELECT count(*) FROM effects) + (SELECT count(*) FROM effectonce.parked_messages)`))
 	var cfg consumer.Config
@@ -115,10 +118,7 @@ func failOver(t *testing.T, h *harness, cluster *servers.Postgres, lose string) 
 func appPool(t *testing.T, h *harness) *pgxpool.Pool {
 	t.Helper()
 	h.exec(`CREATE ROLE app LOGIN SUPERUSER PASSWORD 'app'`)
-	config := h.pool.Config()
-	config.ConnConfig.User, config.ConnConfig.Password = "app", "app"
-	pool := pgtest.PoolOf(t, config)
-	return pool
+	return h.poolWith(func(config *pgxpool.Config) { config.ConnConfig.User, config.ConnConfig.Password = "app", "app" })
 }
 
 // Property: a failover that loses the last commits loses and reorders nothing although the consumer
@@ -167,7 +167,7 @@ func failOverBehind(t *testing.T, slow, ordered bool, settings func(*consumer.Co
 	}
 	h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) == 40 })
 	if !slow {
-		h.wait("position", func() bool { return h.position() == 40 })
+		h.waitHandled(40)
 	}
 	// What is lost is a suffix of the commits. The position is no later than the first of it: with
 	// workers that may be a message of a lower offset than 20, whose commit came late.
@@ -180,8 +180,7 @@ func failOverBehind(t *testing.T, slow, ordered bool, settings func(*consumer.Co
 		var effects int
 		return h.pool.QueryRow(t.Context(), `SELECT count(*) FROM effects`).Scan(&effects) == nil && effects >= n
 	})
-	h.wait("position", func() bool { return h.position() == n })
-	require.NoError(t, stop())
+	h.untilHandled(n, stop)
 	require.Equal(t, n, h.number(`SELECT count(*) FROM effects`))
 	require.Equal(t, n, h.number(`SELECT count(DISTINCT value) FROM effects`))
 	if ordered {
@@ -192,9 +191,7 @@ func failOverBehind(t *testing.T, slow, ordered bool, settings func(*consumer.Co
 // freshEngine makes an engine whose handler fails at a second effect of a message.
 func freshEngine(t *testing.T, cfg consumer.Config) (*consumer.Engine, *consumer.Position, *pgxpool.Pool) {
 	t.Helper()
-	pool := pgtest.Pool(t)
-	_, err := pool.Exec(t.Context(), "CREATE TABLE effects (value bytea PRIMARY KEY)")
-	require.NoError(t, err)
+	pool := pgtest.PoolWith(t, "CREATE TABLE effects (value bytea PRIMARY KEY)")
 	cfg.Group, cfg.Topics = "orders", []string{"orders"}
 	engine := consumer.NewEngine(t, pool, consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
 		q.Queue("INSERT INTO effects VALUES ($1)", msg.Value)
@@ -241,9 +238,7 @@ func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 				require.Equal(t, consumer.Outcome{Fresh: fresh, Duplicates: duplicates}, out)
 				require.Equal(t, asks, at.Asks())
 				offset, total = offset+int64(len(numbers)), total+fresh
-				var effects int
-				require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects").Scan(&effects))
-				require.Equal(t, total, effects)
+				require.Equal(t, total, pgtest.Count(t, pool, "SELECT count(*) FROM effects"))
 			}
 			apply(50, 2, 0, append(numbers(0, 50), 8, 8)...) // asks; the next batch need not ask
 			apply(50, 0, 0, numbers(50, 100)...)             // is taken as fresh

@@ -18,15 +18,18 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
-	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // failing is a handler that refuses messages that end with "bad", until it is repaired.
 func failing(repaired *atomic.Bool) consumer.Handler {
+	return failingWith(consumer.Permanent(errBad), repaired)
+}
+
+func failingWith(err error, repaired *atomic.Bool) consumer.Handler {
 	return consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if strings.HasSuffix(string(msg.Value), "bad") && !repaired.Load() {
-			return consumer.Permanent(errBad)
+			return err
 		}
 		return effect(ctx, tx, msg)
 	})
@@ -61,9 +64,7 @@ func TestPromotionOutlivesConcurrentDeletes(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad", "b:1", "b:2")
-	stop := h.run(failing(&atomic.Bool{}), nil)
-	h.wait("position", func() bool { return h.position() == 6 })
-	require.NoError(t, stop())
+	h.untilHandled(6, h.run(failing(&atomic.Bool{}), nil))
 	remove := `DELETE FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = `
 	for _, values := range [][2]string{{"a:1", "a:bad"}, {"b:bad", "b:1"}} {
 		first, err := h.pool.Begin(t.Context())
@@ -84,62 +85,56 @@ func TestPromotionOutlivesConcurrentDeletes(t *testing.T) {
 
 // Property: an operator's transaction of an earlier snapshot does not see a message that was parked
 // behind another one since then, so it cannot delete that other one: the message behind would wait
-// forever.
+// forever. A delete that sees it frees the messages behind, in order, and the key.
 func TestDeleteOfAnEarlierSnapshotIsRefused(t *testing.T) {
 	t.Parallel()
-	for name, settings := range orders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			stop := h.run(failing(&atomic.Bool{}), settings)
-			h.produceKeyed("a:bad")
-			h.waitParked("permanent")
-			early, err := h.pool.BeginTx(t.Context(), pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
-			require.NoError(t, err)
-			_, err = early.Exec(t.Context(), `SELECT FROM effects`)
-			require.NoError(t, err)
-			h.produceKeyed("a:1")
-			h.wait("position", func() bool { return h.position() == 2 })
-			_, err = early.Exec(t.Context(), `DELETE FROM effectonce.parked_messages`)
-			require.Equal(t, "40001", state(err))
-			require.NoError(t, early.Rollback(t.Context()))
-			h.exec(`DELETE FROM effectonce.parked_messages WHERE state = 'parked'`)
-			h.waitEffects(1)
-			require.NoError(t, stop())
-		})
-	}
+	each(t, orders, func(t *testing.T, h *harness, _ string, settings func(*consumer.Config)) {
+		t.Helper()
+		stop := h.run(failing(&atomic.Bool{}), settings)
+		h.produceKeyed("a:bad")
+		h.waitParked("permanent")
+		early, err := h.pool.BeginTx(t.Context(), pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+		require.NoError(t, err)
+		_, err = early.Exec(t.Context(), `SELECT FROM effects`)
+		require.NoError(t, err)
+		h.produceKeyed("a:1", "a:2", "b:bad")
+		h.waitHandled(4)
+		_, err = early.Exec(t.Context(), `DELETE FROM effectonce.parked_messages`)
+		require.Equal(t, "40001", state(err))
+		require.NoError(t, early.Rollback(t.Context()))
+		h.exec(`DELETE FROM effectonce.parked_messages WHERE state = 'parked'`)
+		h.waitEffects(2)
+		h.wait("freed", func() bool { return len(h.parked()) == 0 })
+		h.produceKeyed("b:1")
+		h.untilEffects(3, stop)
+		require.Equal(t, []string{"a:1", "a:2", "b:1"}, h.values())
+	})
 }
 
 // Property: a holder that takes its partition back knows the keys of what another one parked in
 // between.
 func TestHolderThatComesBackKnowsWhatWasParkedMeanwhile(t *testing.T) {
 	t.Parallel()
-	for name, settings := range orders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			stop := h.run(failing(&atomic.Bool{}), settings)
-			h.produceKeyed("b:1")
-			h.waitEffects(1)
-			cfg := consumer.Config{Group: h.topic, Topics: []string{h.topic}}
-			settings(&cfg)
-			other, err := consumer.New(h.pool, nil, failing(&atomic.Bool{}), cfg)
-			require.NoError(t, err)
-			bad := kgo.Record{Key: []byte("a"), Value: []byte("a:bad"), Topic: h.topic, Offset: 1, Timestamp: time.Now(), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("bad")}}}
-			var done consumer.Delivered
-			h.wait("the other one parks it", func() bool { // the first holder may take the partition back before that
-				done, err = other.Deliver(t.Context(), &bad)
-				return err == nil
-			})
-			require.Equal(t, consumer.Delivered{Parked: 1}, done)
-			h.produceRecord(&kgo.Record{Key: bad.Key, Value: bad.Value, Headers: bad.Headers})
-			h.produceKeyed("a:1", "b:2")
-			h.wait("position", func() bool { return h.position() == 4 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"b:1", "b:2"}, h.values())
-			require.Equal(t, []string{"a:bad permanent parked", "a:1 behind behind"}, h.parked())
+	each(t, orders, func(t *testing.T, h *harness, _ string, settings func(*consumer.Config)) {
+		t.Helper()
+		stop := h.run(failing(&atomic.Bool{}), settings)
+		h.produceKeyed("b:1")
+		h.waitEffects(1)
+		other := h.make(failing(&atomic.Bool{}), settings)
+		bad := kgo.Record{Key: []byte("a"), Value: []byte("a:bad"), Topic: h.topic, Offset: 1, Timestamp: time.Now(), Headers: headers("message-id=bad")}
+		var done consumer.Delivered
+		h.wait("the other one parks it", func() bool { // the first holder may take the partition back before that
+			var err error
+			done, err = other.Deliver(t.Context(), &bad)
+			return err == nil
 		})
-	}
+		require.Equal(t, consumer.Delivered{Parked: 1}, done)
+		h.produceRecords(&kgo.Record{Key: bad.Key, Value: bad.Value, Headers: bad.Headers})
+		h.produceKeyed("a:1", "b:2")
+		h.untilHandled(4, stop)
+		require.Equal(t, []string{"b:1", "b:2"}, h.values())
+		require.Equal(t, []string{"a:bad permanent parked", "a:1 behind behind"}, h.parked())
+	})
 }
 
 // Property: state='retry' on a message that waits behind another one of its key does not make it
@@ -147,51 +142,43 @@ func TestHolderThatComesBackKnowsWhatWasParkedMeanwhile(t *testing.T) {
 // one before it.
 func TestRetryBehindAHeadDoesNotOvertake(t *testing.T) {
 	t.Parallel()
-	for name, settings := range orders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var repaired atomic.Bool
-			h.produceKeyed("a:bad", "a:1", "a:2", "a:3", "b:bad", "b:1", "b:2")
-			stop := h.run(failing(&repaired), settings)
-			h.wait("position", func() bool { return h.position() == 7 })
-			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') IN ('a:2', 'a:3')`)
-			h.produceKeyed("c:bad")
-			h.wait("position", func() bool { return h.position() == 8 })
-			repaired.Store(true)
-			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = 'c:bad'`)
-			h.wait("a later order is carried out", func() bool { return slices.Contains(h.values(), "c:bad") })
-			require.Equal(t, []string{"c:bad"}, h.values())
-			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() + interval '2 s' WHERE convert_from(payload, 'UTF8') = 'b:1'`)
-			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') IN ('a:bad', 'b:bad')`)
-			h.waitEffects(8)
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a:bad", "a:1", "a:2", "a:3"}, of("a", strings.Join(h.values(), " ")))
-			require.Equal(t, []string{"b:bad", "b:1", "b:2"}, of("b", strings.Join(h.values(), " ")))
-			require.Empty(t, h.parked())
-		})
-	}
+	each(t, orders, func(t *testing.T, h *harness, _ string, settings func(*consumer.Config)) {
+		t.Helper()
+		var repaired atomic.Bool
+		h.produceKeyed("a:bad", "a:1", "a:2", "a:3", "b:bad", "b:1", "b:2")
+		stop := h.run(failing(&repaired), settings)
+		h.waitHandled(7)
+		h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') IN ('a:2', 'a:3')`)
+		h.produceKeyed("c:bad")
+		h.waitHandled(8)
+		repaired.Store(true)
+		h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = 'c:bad'`)
+		h.wait("a later order is carried out", func() bool { return slices.Contains(h.values(), "c:bad") })
+		require.Equal(t, []string{"c:bad"}, h.values())
+		h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() + interval '2 s' WHERE convert_from(payload, 'UTF8') = 'b:1'`)
+		h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') IN ('a:bad', 'b:bad')`)
+		h.untilEffects(8, stop)
+		require.Equal(t, []string{"a:bad", "a:1", "a:2", "a:3"}, of("a", strings.Join(h.values(), " ")))
+		require.Equal(t, []string{"b:bad", "b:1", "b:2"}, of("b", strings.Join(h.values(), " ")))
+		require.Empty(t, h.parked())
+	})
 }
 
 // Property: with OrderUnordered a message that an operator retries is handled alone: it neither waits
 // for an earlier one of its key that stays parked, nor takes a later one along.
 func TestUnorderedRetryWaitsForNoOther(t *testing.T) {
 	t.Parallel()
-	for retried, stays := range map[string]string{"a:1bad": "a:2bad", "a:2bad": "a:1bad"} {
-		t.Run(retried, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var repaired atomic.Bool
-			h.produceKeyed("a:1bad", "a:2bad")
-			stop := h.run(failing(&repaired), parallel(consumer.OrderUnordered))
-			h.waitParked("permanent", "permanent")
-			repaired.Store(true)
-			h.exec(fmt.Sprintf(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = '%s'`, retried))
-			h.waitEffects(1)
-			require.NoError(t, stop())
-			require.Equal(t, []string{stays + " permanent parked"}, h.parked())
-		})
-	}
+	each(t, map[string]string{"a:1bad": "a:2bad", "a:2bad": "a:1bad"}, func(t *testing.T, h *harness, retried, stays string) {
+		t.Helper()
+		var repaired atomic.Bool
+		h.produceKeyed("a:1bad", "a:2bad")
+		stop := h.run(failing(&repaired), parallel(consumer.OrderUnordered))
+		h.waitParked("permanent", "permanent")
+		repaired.Store(true)
+		h.exec(fmt.Sprintf(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = '%s'`, retried))
+		h.untilEffects(1, stop)
+		require.Equal(t, []string{stays + " permanent parked"}, h.parked())
+	})
 }
 
 // operator deletes and retries parked messages by plain SQL, at random, and records what it
@@ -279,8 +266,8 @@ func underFire(t *testing.T, settings func(*consumer.Config)) {
 		operators.Go(func() { failed <- h.operator(working, seed+i, keys) })
 	}
 	for round := range rounds {
-		produceRound(t, h.topic, keys, round*perRound, perRound)
-		h.wait("position", func() bool { return h.position() == (round+1)*keys*perRound })
+		h.produceKeyed(versions(keys, round*perRound, (round+1)*perRound)...)
+		h.waitHandled((round + 1) * keys * perRound)
 	}
 	end()
 	operators.Wait()
@@ -298,20 +285,4 @@ func underFire(t *testing.T, settings func(*consumer.Config)) {
 	require.Equal(t, keys*rounds*perRound, h.number(`SELECT count(value) FROM (SELECT value FROM effects UNION ALL SELECT value FROM discarded) AS x`))
 	require.Zero(t, inversions(h))
 	t.Logf("%d were discarded", h.number(`SELECT count(*) FROM discarded`))
-}
-
-// produceRound sends some versions of each key.
-func produceRound(t *testing.T, topic string, keys, first, versions int) {
-	t.Helper()
-	client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
-	defer client.Close()
-	var records []*kgo.Record
-	for version := first; version < first+versions; version++ {
-		for key := range keys {
-			name := fmt.Sprintf("k%d", key)
-			value := fmt.Appendf(nil, "%s:%d", name, version)
-			records = append(records, &kgo.Record{Topic: topic, Key: []byte(name), Value: value, Headers: []kgo.RecordHeader{{Key: "message-id", Value: value}}})
-		}
-	}
-	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
 }

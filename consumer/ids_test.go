@@ -17,41 +17,19 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// headers makes headers of pairs "name=value".
-func headers(pairs ...string) []kgo.RecordHeader {
-	made := make([]kgo.RecordHeader, len(pairs))
-	for i, pair := range pairs {
-		name, value, _ := strings.Cut(pair, "=")
-		made[i] = kgo.RecordHeader{Key: name, Value: []byte(value)}
-	}
-	return made
-}
-
-// produceWith sends one record for each value, all with the same headers.
-func (h *harness) produceWith(with []kgo.RecordHeader, values ...string) {
-	h.t.Helper()
-	for _, value := range values {
-		h.produceRecord(&kgo.Record{Value: []byte(value), Headers: with})
-	}
-}
-
 func (h *harness) logged(text string) int { return strings.Count(h.log.String(), text) }
 
 // Property: a header that names something else than the message (a customer, a request) makes no
 // message the duplicate of another: each has its effect.
 func TestHeadersThatNameNoMessageDoNotCount(t *testing.T) {
 	t.Parallel()
-	for _, header := range []string{"id=customer-4711", "idempotency-key=request-1", "_watermill_message_uuid=1", "__debezium.context.taskId=0"} {
-		t.Run(header, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceWith(headers(header), "payment 1", "payment 2", "payment 3")
-			stop := h.run(consumer.Each(effect), nil)
-			h.waitEffects(3)
-			require.NoError(t, stop())
-			require.Empty(t, h.parked())
-		})
-	}
+	names := []string{"id=customer-4711", "idempotency-key=request-1", "_watermill_message_uuid=1", "__debezium.context.taskId=0"}
+	eachOf(t, names, func(t *testing.T, h *harness, header string) {
+		t.Helper()
+		h.produceWith(headers(header), "payment 1", "payment 2", "payment 3")
+		h.untilEffects(3, h.run(consumer.Each(effect), nil))
+		require.Empty(t, h.parked())
+	})
 }
 
 // Property: a message whose ce_source has the form of the engine's own scopes cannot claim the ID
@@ -60,26 +38,21 @@ func TestReservedSourceIsRefused(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	// A first message shows the topic's own ID, which the forger has to know.
-	h.produceRecord(&kgo.Record{Value: []byte("0")})
-	stop := h.run(consumer.Each(effect), nil)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	var topicID [16]byte
-	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT topic_id FROM effectonce.consumer_positions WHERE topic = $1`, h.topic).Scan(&topicID))
-	raw := append(topicID[:], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6) // partition 0, offset 6
+	h.produceRecords(&kgo.Record{Value: []byte("0")})
+	h.untilEffects(1, h.run(consumer.Each(effect), nil))
+	topicID := pgtest.Value[[16]byte](t, h.pool, `SELECT topic_id FROM effectonce.consumer_positions WHERE topic = $1`, h.topic)
+	raw := string(append(topicID[:], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6)) // partition 0, offset 6
 	for _, forged := range [][]kgo.RecordHeader{
-		{{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "ce_id", Value: raw}},
-		{{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "ce_source", Value: []byte("shop")}, {Key: "ce_id", Value: raw}},
-		{{Key: "ce_source", Value: []byte("effectonce:")}, {Key: "ce_id", Value: raw}},
-		{{Key: "ce_source", Value: []byte("effectonce:later")}, {Key: "ce_id", Value: raw}},
-		{{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "message-id", Value: raw}},
+		headers("ce_source=effectonce:coordinates:"+h.topic, "ce_id="+raw),
+		headers("ce_source=effectonce:coordinates:"+h.topic, "ce_source=shop", "ce_id="+raw),
+		headers("ce_source=effectonce:", "ce_id="+raw),
+		headers("ce_source=effectonce:later", "ce_id="+raw),
+		headers("ce_source=effectonce:coordinates:"+h.topic, "message-id="+raw),
 	} {
-		h.produceRecord(&kgo.Record{Value: []byte("forged"), Headers: forged})
+		h.produceRecords(&kgo.Record{Value: []byte("forged"), Headers: forged})
 	}
-	h.produceRecord(&kgo.Record{Value: []byte("honest")})
-	stop = h.run(consumer.Each(effect), nil)
-	h.wait("position", func() bool { return h.position() == 7 })
-	require.NoError(t, stop())
+	h.produceRecords(&kgo.Record{Value: []byte("honest")})
+	h.untilHandled(7, h.run(consumer.Each(effect), nil))
 	require.Equal(t, []string{"0", "honest"}, h.values())
 	require.Equal(t, slices.Repeat([]string{"forged invalid parked"}, 5), h.parked())
 }
@@ -107,31 +80,26 @@ func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
 	t.Parallel()
 	left := make(chan struct{})
 	t.Cleanup(func() { close(left) })
-	for name, misbehave := range map[string]func(){
+	each(t, map[string]func(){
 		"panic": func() { panic("boom") }, "goexit": runtime.Goexit, "hangs": func() { <-left },
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			if name == "hangs" {
-				longtest.Only(t, "a limit that the other messages have, too")
-			}
-			h := newHarness(t, 1)
-			h.produceWith(nil, "a", "bad", "b", "bad", "c")
-			stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
-				c.HandlerTimeout = 500 * time.Millisecond
-				c.IDFunc = func(msg *consumer.Message) []byte {
-					if string(msg.Value) == "bad" {
-						misbehave()
-					}
-					return msg.Value
+	}, func(t *testing.T, h *harness, name string, misbehave func()) {
+		t.Helper()
+		if name == "hangs" {
+			longtest.Only(t, "a limit that the other messages have, too")
+		}
+		h.produceWith(nil, "a", "bad", "b", "bad", "c")
+		h.untilHandled(5, h.run(consumer.Each(effect), func(c *consumer.Config) {
+			c.HandlerTimeout = 500 * time.Millisecond
+			c.IDFunc = func(msg *consumer.Message) []byte {
+				if string(msg.Value) == "bad" {
+					misbehave()
 				}
-			})
-			h.wait("position", func() bool { return h.position() == 5 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a", "b", "c"}, h.values())
-			require.Equal(t, []string{"bad invalid parked", "bad invalid parked"}, h.parked())
-		})
-	}
+				return msg.Value
+			}
+		}))
+		require.Equal(t, []string{"a", "b", "c"}, h.values())
+		require.Equal(t, []string{"bad invalid parked", "bad invalid parked"}, h.parked())
+	})
 }
 
 // Property: the headers of known producers name messages where a second header proves the producer,
@@ -139,12 +107,13 @@ func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
 func TestKnownProducersNameTheirMessages(t *testing.T) {
 	t.Parallel()
 	debezium, watermill := headers("id=1", "__debezium.context.connectorName=postgresql"), headers("_watermill_message_uuid=1", "_watermill_requeuer_retries=2")
-	for name, tc := range map[string]struct {
+	type testCase struct {
 		with     []kgo.RecordHeader
 		profiles []consumer.IDProfile
 		effects  []string
 		parked   []string
-	}{
+	}
+	each(t, map[string]testCase{
 		"debezium proven":           {debezium, nil, []string{"a"}, []string{"b conflict parked"}},
 		"watermill proven":          {watermill, nil, []string{"a"}, []string{"b conflict parked"}},
 		"debezium vouched for":      {headers("id=1"), []consumer.IDProfile{consumer.ProfileDebezium}, []string{"a"}, []string{"b conflict parked"}},
@@ -155,53 +124,39 @@ func TestKnownProducersNameTheirMessages(t *testing.T) {
 		"message-id comes first":    {append(headers("message-id=1"), debezium...), nil, []string{"a"}, []string{"b conflict parked"}},
 		"ce_id is for IDs":          {headers("ce_id=1", "ce_source=shop", "id=2"), nil, []string{"a"}, []string{"b conflict parked"}},
 		"two values without proof":  {headers("id=1", "id=2"), nil, []string{"a", "a", "b"}, nil},
-		"two values, and the proof": {append(headers("id=2"), debezium...), nil, nil, []string{"a invalid parked", "a invalid parked", "b invalid parked"}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceWith(tc.with, "a", "a", "b")
-			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDProfiles = tc.profiles })
-			h.wait("position", func() bool { return h.position() == 3 })
-			require.NoError(t, stop())
-			require.Len(t, h.values(), len(tc.effects), h.values())
-			for i, value := range h.values() {
-				require.Equal(t, tc.effects[i], value)
-			}
-			require.ElementsMatch(t, tc.parked, h.parked())
-		})
-	}
+		"two values, and the proof": {append(headers("id=2"), debezium...), nil, []string{}, []string{"a invalid parked", "a invalid parked", "b invalid parked"}},
+	}, func(t *testing.T, h *harness, _ string, tc testCase) {
+		t.Helper()
+		h.produceWith(tc.with, "a", "a", "b")
+		h.untilHandled(3, h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDProfiles = tc.profiles }))
+		require.Equal(t, tc.effects, h.values())
+		require.ElementsMatch(t, tc.parked, h.parked())
+	})
 }
 
 // Property: the stored rule decides, whatever Config says later: a redelivered message is a
 // duplicate. The log explains once how to switch.
 func TestStoredRuleDecides(t *testing.T) {
 	t.Parallel()
-	for name, tc := range map[string]struct {
+	type testCase struct {
 		first, second []string // IDHeaders
 		stored, says  string
-	}{
+	}
+	each(t, map[string]testCase{
 		"new name":    {nil, []string{"x-id"}, "standard", "--set 'headers:x-id'"},
 		"new headers": {[]string{"x-id"}, nil, "headers:x-id", "--set 'standard'"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceWith(headers("x-id=1", "message-id=2"), "a", "a")
-			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDHeaders, c.BatchMax = tc.first, 1 })
-			h.wait("position", func() bool { return h.position() == 2 })
-			require.NoError(t, stop())
-			ids := h.number(`SELECT count(DISTINCT message_id) FROM effects`)
-			h.produceWith(headers("x-id=1", "message-id=2"), "a")
-			stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDHeaders = tc.second })
-			h.wait("position", func() bool { return h.position() == 3 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a"}, h.values())
-			require.Equal(t, 1, ids)
-			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumers WHERE id_rule = $1`, tc.stored))
-			require.Equal(t, 1, h.logged(tc.says), h.log)
-		})
-	}
+	}, func(t *testing.T, h *harness, _ string, tc testCase) {
+		t.Helper()
+		h.produceWith(headers("x-id=1", "message-id=2"), "a", "a")
+		h.untilHandled(2, h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDHeaders, c.BatchMax = tc.first, 1 }))
+		ids := h.number(`SELECT count(DISTINCT message_id) FROM effects`)
+		h.produceWith(headers("x-id=1", "message-id=2"), "a")
+		h.untilHandled(3, h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDHeaders = tc.second }))
+		require.Equal(t, []string{"a"}, h.values())
+		require.Equal(t, 1, ids)
+		require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumers WHERE id_rule = $1`, tc.stored))
+		require.Equal(t, 1, h.logged(tc.says), h.log)
+	})
 }
 
 // Property: a function that is slow once, as in a process that froze, does not get its message
@@ -213,7 +168,7 @@ func TestFunctionThatWasSlowOnceIsAskedAgain(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceWith(nil, "a", "slow", "b")
 	var calls atomic.Int64
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+	h.untilEffects(3, h.run(consumer.Each(effect), func(c *consumer.Config) {
 		c.HandlerTimeout = 500 * time.Millisecond
 		c.IDFunc = func(msg *consumer.Message) []byte {
 			if string(msg.Value) == "slow" && calls.Add(1) == 1 {
@@ -221,9 +176,7 @@ func TestFunctionThatWasSlowOnceIsAskedAgain(t *testing.T) {
 			}
 			return msg.Value
 		}
-	})
-	h.waitEffects(3)
-	require.NoError(t, stop())
+	}))
 	require.Equal(t, []string{"a", "slow", "b"}, h.values())
 	require.Empty(t, h.parked())
 }

@@ -13,7 +13,6 @@ import (
 	"time"
 	"weak"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -33,40 +32,36 @@ func parallel(order consumer.Order) func(*consumer.Config) {
 // with ByKey, its key waits; the position ends after all messages. Row C14 of guarantees.md.
 func TestWorkersInsideAPartition(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			const keys, versions = 9, 40
-			produceVersions(t, h.topic, keys, versions)
-			var repaired atomic.Bool
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if string(msg.Value) == "k3:10" && !repaired.Load() {
-					return consumer.Permanent(errBad)
-				}
-				_, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, rand.Float64()*0.003)
-				if err != nil {
-					return err
-				}
-				return effect(ctx, tx, msg)
-			}), parallel(order))
-			h.wait("position", func() bool { return h.position() == keys*versions })
-			behind := 0
-			if order == consumer.OrderByKey {
-				behind = versions - 11
+	each(t, workerOrders, func(t *testing.T, h *harness, _ string, order consumer.Order) {
+		t.Helper()
+		const keys, perKey = 9, 40
+		h.produceKeyed(versions(keys, 0, perKey)...)
+		var repaired atomic.Bool
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if string(msg.Value) == "k3:10" && !repaired.Load() {
+				return consumer.Permanent(errBad)
 			}
-			require.Equal(t, behind, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'behind'`))
-			require.Equal(t, keys*versions-behind-1, h.number(`SELECT count(*) FROM effects`))
-			repaired.Store(true)
-			h.retry()
-			h.waitEffects(keys * versions)
-			require.NoError(t, stop())
-			require.Equal(t, keys*versions, h.number(`SELECT count(DISTINCT value) FROM effects`))
-			if order == consumer.OrderByKey {
-				require.Zero(t, inversions(h))
+			_, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, rand.Float64()*0.003)
+			if err != nil {
+				return err
 			}
-		})
-	}
+			return effect(ctx, tx, msg)
+		}), parallel(order))
+		h.waitHandled(keys * perKey)
+		behind := 0
+		if order == consumer.OrderByKey {
+			behind = perKey - 11
+		}
+		require.Equal(t, behind, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'behind'`))
+		require.Equal(t, keys*perKey-behind-1, h.number(`SELECT count(*) FROM effects`))
+		repaired.Store(true)
+		h.retry()
+		h.untilEffects(keys*perKey, stop)
+		require.Equal(t, keys*perKey, h.number(`SELECT count(DISTINCT value) FROM effects`))
+		if order == consumer.OrderByKey {
+			require.Zero(t, inversions(h))
+		}
+	})
 }
 
 // inversions counts effects that come before an earlier version of their key.
@@ -75,41 +70,24 @@ func inversions(h *harness) int {
 		lag(split_part(value, ':', 2)::int) OVER (PARTITION BY split_part(value, ':', 1) ORDER BY n) AS before FROM effects) e WHERE before > version`)
 }
 
-func produceVersions(t *testing.T, topic string, keys, versions int) {
-	t.Helper()
-	client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
-	defer client.Close()
-	var records []*kgo.Record
-	for version := range versions {
-		for key := range keys {
-			name := fmt.Sprintf("k%d", key)
-			records = append(records, &kgo.Record{
-				Topic: topic, Key: []byte(name), Value: fmt.Appendf(nil, "%s:%d", name, version),
-				Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}},
-			})
-		}
-	}
-	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
-}
-
 // Property: workers stop and start again and again without losing, doubling or reordering an
 // effect; the stored position never passes a message that is not done.
 func TestWorkersOutliveRestarts(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	const keys, versions = 8, 100
-	produceVersions(t, h.topic, keys, versions)
+	const keys, perKey = 8, 100
+	h.produceKeyed(versions(keys, 0, perKey)...)
 	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if _, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, rand.Float64()*0.004); err != nil {
 			return err
 		}
 		return effect(ctx, tx, msg)
 	})
-	for done := 0; done < keys*versions; {
+	for done := 0; done < keys*perKey; {
 		stop := h.run(handler, func(c *consumer.Config) { parallel(consumer.OrderByKey)(c); c.DrainMax = time.Millisecond })
 		h.wait("some effects", func() bool {
 			n := h.number(`SELECT count(*) FROM effects`)
-			return n >= done+60 || n == keys*versions
+			return n >= done+60 || n == keys*perKey
 		})
 		require.NoError(t, stop())
 		// In this order: a COMMIT that was under way when Run returned may still arrive.
@@ -117,8 +95,8 @@ func TestWorkersOutliveRestarts(t *testing.T) {
 		done = h.number(`SELECT count(*) FROM effects`)
 		require.LessOrEqual(t, position, done)
 	}
-	require.Equal(t, keys*versions, h.number(`SELECT count(DISTINCT value) FROM effects`))
-	require.Equal(t, keys*versions, h.number(`SELECT count(*) FROM effects`))
+	require.Equal(t, keys*perKey, h.number(`SELECT count(DISTINCT value) FROM effects`))
+	require.Equal(t, keys*perKey, h.number(`SELECT count(*) FROM effects`))
 	require.Zero(t, inversions(h))
 	require.NotContains(t, h.log.String(), "level=ERROR", "stopping is no error")
 }
@@ -132,7 +110,7 @@ func (h *harness) transaction(end kgo.TransactionEndTry, values ...string) {
 	defer client.Close()
 	require.NoError(h.t, client.BeginTransaction())
 	for _, value := range values {
-		record := &kgo.Record{Topic: h.topic, Key: []byte("k"), Value: []byte(value), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(value)}}}
+		record := &kgo.Record{Topic: h.topic, Key: []byte("k"), Value: []byte(value), Headers: headers("message-id=" + value)}
 		require.NoError(h.t, client.ProduceSync(h.t.Context(), record).FirstErr())
 	}
 	require.NoError(h.t, client.EndTransaction(h.t.Context(), end))
@@ -156,70 +134,61 @@ const haltedSQL = `SELECT count(*) FROM effectonce.consumer_positions WHERE trou
 // that any more.
 func TestControlRecordsMoveThePosition(t *testing.T) {
 	t.Parallel()
-	for name, settings := range allOrders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 50*time.Millisecond) }
-			stop := h.run(consumer.Each(effect), settings)
-			h.transaction(kgo.TryCommit, "k:1", "k:2")
-			h.wait("behind what was committed", func() bool { return h.position() == h.end() })
-			h.transaction(kgo.TryAbort, "k:x", "k:y")
-			require.Equal(t, 6, h.end(), "the test's own premise: two messages and a control record each")
-			h.wait("behind what was aborted", func() bool { return h.position() == 6 })
-			require.NoError(t, stop())
-			deleteRecords(t, h.topic, 6)
-			stop = h.run(consumer.Each(effect), settings)
-			h.transaction(kgo.TryCommit, "k:3")
-			h.waitEffects(3)
-			h.wait("position", func() bool { return h.position() == 8 })
-			require.NoError(t, stop())
-			require.Zero(t, h.number(haltedSQL))
+	each(t, allOrders, func(t *testing.T, h *harness, _ string, settings func(*consumer.Config)) {
+		t.Helper()
+		h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 50*time.Millisecond) }
+		stop := h.run(consumer.Each(effect), settings)
+		h.transaction(kgo.TryCommit, "k:1", "k:2")
+		h.waitHandled(h.end())
+		h.transaction(kgo.TryAbort, "k:x", "k:y")
+		require.Equal(t, 6, h.end(), "the test's own premise: two messages and a control record each")
+		h.untilHandled(6, stop)
+		deleteRecords(t, h.topic, 6)
+		stop = h.run(consumer.Each(effect), settings)
+		h.transaction(kgo.TryCommit, "k:3")
+		h.waitEffects(3)
+		h.untilHandled(8, stop)
+		require.Zero(t, h.number(haltedSQL))
 
-			h.transaction(kgo.TryAbort, "k:z")
-			deleteRecords(t, h.topic, 10)
-			stop = h.run(consumer.Each(effect), settings)
-			h.wait("halts", func() bool { return h.number(haltedSQL) == 1 })
-			require.NoError(t, stop())
-			require.ElementsMatch(t, []string{"k:1", "k:2", "k:3"}, h.values())
-		})
-	}
+		h.transaction(kgo.TryAbort, "k:z")
+		deleteRecords(t, h.topic, 10)
+		stop = h.run(consumer.Each(effect), settings)
+		h.wait("halts", func() bool { return h.number(haltedSQL) == 1 })
+		require.NoError(t, stop())
+		require.ElementsMatch(t, []string{"k:1", "k:2", "k:3"}, h.values())
+	})
 }
 
 // Property: control records after a message in progress do not move the position past it.
 func TestControlRecordsDoNotPassAMessageInWork(t *testing.T) {
 	t.Parallel()
-	for name, settings := range allOrders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 10*time.Millisecond) }
-			begun, goOn := make(chan struct{}, 1), make(chan struct{})
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if string(msg.Value) == "slow" {
-					select {
-					case begun <- struct{}{}:
-					default: // tried again
-					}
-					<-goOn
+	each(t, allOrders, func(t *testing.T, h *harness, name string, settings func(*consumer.Config)) {
+		t.Helper()
+		h.tune = func(c *consumer.Consumer) { consumer.IdleEvery(c, 10*time.Millisecond) }
+		begun, goOn := make(chan struct{}, 1), make(chan struct{})
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if string(msg.Value) == "slow" {
+				select {
+				case begun <- struct{}{}:
+				default: // tried again
 				}
-				return effect(ctx, tx, msg)
-			}), settings)
-			h.transaction(kgo.TryCommit, "slow")
-			<-begun
-			h.transaction(kgo.TryAbort, "k:x")
-			h.transaction(kgo.TryAbort, "k:y")
-			h.produceRecord(&kgo.Record{Key: []byte("other"), Value: []byte("k:2")})
-			if name != "by partition" {
-				h.waitEffects(1)
+				<-goOn
 			}
-			require.Less(t, h.position(), 1)
-			close(goOn)
-			h.wait("position", func() bool { return h.position() == h.end() })
-			require.NoError(t, stop())
-			require.Len(t, h.values(), 2)
-		})
-	}
+			return effect(ctx, tx, msg)
+		}), settings)
+		h.transaction(kgo.TryCommit, "slow")
+		<-begun
+		h.transaction(kgo.TryAbort, "k:x")
+		h.transaction(kgo.TryAbort, "k:y")
+		h.produceRecords(&kgo.Record{Key: []byte("other"), Value: []byte("k:2")})
+		if name != "by partition" {
+			h.waitEffects(1)
+		}
+		require.Less(t, h.position(), 1)
+		close(goOn)
+		h.untilHandled(h.end(), stop)
+		require.Len(t, h.values(), 2)
+	})
 }
 
 // Property: a key that is retried slowly delays only itself: with workers all other keys are
@@ -227,57 +196,53 @@ func TestControlRecordsDoNotPassAMessageInWork(t *testing.T) {
 // than one worker's share. Row C14 of guarantees.md.
 func TestSlowRetriesStopOnlyTheirKeys(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			const slow, others = 6, 30
-			var repaired atomic.Bool
-			begun, goOn := make(chan struct{}, slow), make(chan struct{})
-			release := sync.OnceFunc(func() { close(goOn) })
-			defer release()
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if strings.HasSuffix(string(msg.Value), "bad") {
-					if !repaired.Load() {
-						return consumer.Permanent(errBad)
-					}
-					select {
-					case begun <- struct{}{}:
-					default: // tried again
-					}
-					<-goOn
+	each(t, workerOrders, func(t *testing.T, h *harness, _ string, order consumer.Order) {
+		t.Helper()
+		const slow, others = 6, 30
+		var repaired atomic.Bool
+		begun, goOn := make(chan struct{}, slow), make(chan struct{})
+		release := sync.OnceFunc(func() { close(goOn) })
+		defer release()
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if strings.HasSuffix(string(msg.Value), "bad") {
+				if !repaired.Load() {
+					return consumer.Permanent(errBad)
 				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) { parallel(order)(c); c.ParkShareMax = 1 })
-			var bad, late []string
-			for i := range slow {
-				bad = append(bad, fmt.Sprintf("s%d:bad", i))
-				late = append(late, fmt.Sprintf("s%d:1", i), fmt.Sprintf("s%d:2", i))
+				select {
+				case begun <- struct{}{}:
+				default: // tried again
+				}
+				<-goOn
 			}
-			h.produceKeyed(bad...)
-			h.waitParked(slices.Repeat([]string{"permanent"}, slow)...)
-			repaired.Store(true)
-			h.retry()
-			<-begun
-			for i := range others {
-				late = append(late, fmt.Sprintf("k%d:1", i))
-			}
-			h.produceKeyed(late...)
-			h.wait("other keys", func() bool { return h.number(`SELECT count(*) FROM effects WHERE value LIKE 'k%'`) == others })
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) { parallel(order)(c); c.ParkShareMax = 1 })
+		var bad, late []string
+		for i := range slow {
+			bad = append(bad, fmt.Sprintf("s%d:bad", i))
+			late = append(late, fmt.Sprintf("s%d:1", i), fmt.Sprintf("s%d:2", i))
+		}
+		h.produceKeyed(bad...)
+		h.waitParked(slices.Repeat([]string{"permanent"}, slow)...)
+		repaired.Store(true)
+		h.retry()
+		<-begun
+		for i := range others {
+			late = append(late, fmt.Sprintf("k%d:1", i))
+		}
+		h.produceKeyed(late...)
+		h.wait("other keys", func() bool { return h.number(`SELECT count(*) FROM effects WHERE value LIKE 'k%'`) == others })
+		if order == consumer.OrderByKey {
+			require.Equal(t, others, h.number(`SELECT count(*) FROM effects`), "what is behind a parked message waits")
+		}
+		release()
+		h.untilEffects(others+3*slow, stop)
+		for i := range slow {
+			key := fmt.Sprintf("s%d", i)
 			if order == consumer.OrderByKey {
-				require.Equal(t, others, h.number(`SELECT count(*) FROM effects`), "what is behind a parked message waits")
+				require.Equal(t, []string{key + ":bad", key + ":1", key + ":2"}, of(key, strings.Join(h.values(), " ")))
 			}
-			release()
-			h.waitEffects(others + 3*slow)
-			require.NoError(t, stop())
-			for i := range slow {
-				key := fmt.Sprintf("s%d", i)
-				if order == consumer.OrderByKey {
-					require.Equal(t, []string{key + ":bad", key + ":1", key + ":2"}, of(key, strings.Join(h.values(), " ")))
-				}
-			}
-		})
-	}
+		}
+	})
 }
 
 // Property: a key whose handler is slow does not stop the others, as long as the waiting messages
@@ -303,8 +268,7 @@ func TestSlowKeyStopsNoOther(t *testing.T) {
 	h.wait("other keys", func() bool { return h.number(`SELECT count(*) FROM effects WHERE value LIKE 'k%'`) == 25 })
 	require.Equal(t, 25, h.number(`SELECT count(*) FROM effects`))
 	release()
-	h.waitEffects(51)
-	require.NoError(t, stop())
+	h.untilEffects(51, stop)
 	require.Zero(t, inversions(h))
 }
 
@@ -360,8 +324,7 @@ func TestUnorderedKeepsNothingThatIsDone(t *testing.T) {
 	})
 	require.Less(t, h.position(), 1)
 	release()
-	h.wait("position", func() bool { return h.position() == n })
-	require.NoError(t, stop())
+	h.untilHandled(n, stop)
 	require.Equal(t, n, h.number(`SELECT count(DISTINCT value) FROM effects`))
 }
 
@@ -369,32 +332,27 @@ func TestUnorderedKeepsNothingThatIsDone(t *testing.T) {
 // message of its partition, whatever their keys; with OrderByKey only its key waits.
 func TestRetriesInPlaceKeepTheOrder(t *testing.T) {
 	t.Parallel()
-	for name, order := range orders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var tries, late atomic.Int32
-			h.produceKeyed("a:1", "a:bad", "b:1", "a:2", "c:1")
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				done := 0
-				if err := tx.QueryRow(ctx, `SELECT count(*) FROM effects WHERE value = 'a:bad'`).Scan(&done); err != nil {
-					return err
-				}
-				switch value := string(msg.Value); {
-				case value == "a:bad" && tries.Add(1) < 4:
-					return errBad
-				case done == 0 && (value == "a:2" || name == "by partition" && value != "a:1" && value != "a:bad"):
-					late.Add(1)
-				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) {
-				order(c)
-				c.RetryMin, c.RetryMax = 20*time.Millisecond, 100*time.Millisecond
-			})
-			h.waitEffects(5)
-			require.NoError(t, stop())
-			require.Zero(t, late.Load(), "messages ran before an earlier one")
-			require.Empty(t, h.parked())
-		})
-	}
+	each(t, orders, func(t *testing.T, h *harness, name string, order func(*consumer.Config)) {
+		t.Helper()
+		var tries, late atomic.Int32
+		h.produceKeyed("a:1", "a:bad", "b:1", "a:2", "c:1")
+		h.untilEffects(5, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			done := 0
+			if err := tx.QueryRow(ctx, `SELECT count(*) FROM effects WHERE value = 'a:bad'`).Scan(&done); err != nil {
+				return err
+			}
+			switch value := string(msg.Value); {
+			case value == "a:bad" && tries.Add(1) < 4:
+				return errBad
+			case done == 0 && (value == "a:2" || name == "by partition" && value != "a:1" && value != "a:bad"):
+				late.Add(1)
+			}
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) {
+			order(c)
+			c.RetryMin, c.RetryMax = 20*time.Millisecond, 100*time.Millisecond
+		}))
+		require.Zero(t, late.Load(), "messages ran before an earlier one")
+		require.Empty(t, h.parked())
+	})
 }

@@ -73,7 +73,7 @@ func TestParkingKeepsOrder(t *testing.T) {
 			h := newHarness(t, 1)
 			h.produceKeyed("a:1", "b:1", "a:bad", "b:2", "a:2", "c:bad", "b:3", "a:3")
 			stop := h.run(handler, nil)
-			h.wait("position", func() bool { return h.position() == 8 })
+			h.waitHandled(8)
 			require.Equal(t, []string{"a:1", "b:1", "b:2", "b:3"}, h.values())
 			require.Equal(t, []string{"a:bad permanent parked", "a:2 behind behind", "c:bad permanent parked", "a:3 behind behind"}, h.parked())
 			require.Equal(t, 8, h.number(`SELECT count(*) FROM effectonce.processed_messages`), "claimed")
@@ -85,7 +85,7 @@ func TestParkingKeepsOrder(t *testing.T) {
 				return h.logged("message cannot be handled and is parked") == 4
 			})
 			h.produceKeyed("a:4", "c:2")
-			h.wait("position", func() bool { return h.position() == 10 })
+			h.waitHandled(10)
 			require.Len(t, h.values(), 4)
 
 			// A retry of one key releases what is behind it, and no message of another key.
@@ -102,8 +102,7 @@ func TestParkingKeepsOrder(t *testing.T) {
 			require.Equal(t, []string{"c:bad", "c:2"}, of("c", order))
 			// The key is free again.
 			h.produceKeyed("a:5")
-			h.waitEffects(11)
-			require.NoError(t, stop())
+			h.untilEffects(11, stop)
 		})
 	}
 }
@@ -131,32 +130,12 @@ func TestParkedMessagesOutliveTheConsumer(t *testing.T) {
 	h.produceKeyed("a:1", "b:1")
 	stop = h.run(bad, nil)
 	h.waitEffects(1)
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
+	h.untilHandled(3, stop)
 	// A redelivery of everything changes nothing.
 	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
-	stop = h.run(bad, nil)
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
+	h.untilHandled(3, h.run(bad, nil))
 	require.Equal(t, []string{"b:1"}, h.values())
 	require.Equal(t, []string{"a:bad permanent parked", "a:1 behind behind"}, h.parked())
-}
-
-// Property: an operator who deletes the first message of a key, also by plain SQL, frees the
-// messages behind it, in order.
-func TestDiscardFreesTheKey(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad")
-	stop := h.run(failing(&atomic.Bool{}), nil)
-	h.wait("position", func() bool { return h.position() == 4 })
-	h.exec(`DELETE FROM effectonce.parked_messages WHERE state = 'parked'`)
-	h.waitEffects(2)
-	h.wait("freed", func() bool { return len(h.parked()) == 0 })
-	h.produceKeyed("b:1")
-	h.waitEffects(3)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"a:1", "a:2", "b:1"}, h.values())
 }
 
 // Property: after a temporary failure a message is tried AttemptsMax times, counted across
@@ -176,9 +155,7 @@ func TestAttemptsSurviveARestart(t *testing.T) {
 	settings := func(c *consumer.Config) { c.AttemptsMax, c.RetryMin, c.RetryMax = 5, time.Hour, time.Hour }
 	stop := h.run(handler, settings)
 	h.waitEffects(1)
-	h.wait("parked until the next attempt", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'retry' AND attempts = 1 AND retry_at > now() + interval '20 min'`) == 1
-	})
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'retry' AND attempts = 1 AND retry_at > now() + interval '20 min'`)
 	require.NoError(t, stop())
 	stop = h.run(handler, settings)
 	for range 4 {
@@ -188,9 +165,7 @@ func TestAttemptsSurviveARestart(t *testing.T) {
 			return tried.Load() > tries
 		})
 	}
-	h.wait("the last attempt", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked' AND reason = 'failed' AND attempts = 5`) == 1
-	})
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked' AND reason = 'failed' AND attempts = 5`)
 	require.NoError(t, stop())
 	require.EqualValues(t, 5, tried.Load())
 }
@@ -211,13 +186,11 @@ func TestOlderThanWhatWasForgottenIsExpired(t *testing.T) {
 		id := func(at time.Time) []kgo.RecordHeader {
 			return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.PublishID("p", uuid.New(), "id", at).String())}}
 		}
-		h.produceRecord(&kgo.Record{Value: []byte("old id"), Headers: id(old)})
-		h.produceRecord(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
-		h.produceRecord(&kgo.Record{Value: []byte("old, no time in the id"), Timestamp: old, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("x")}}})
-		h.produceRecord(&kgo.Record{Value: []byte("young"), Headers: id(time.Now())})
-		stop = h.run(consumer.Each(effect), settings)
-		h.wait("position", func() bool { return h.position() == 4 })
-		require.NoError(t, stop())
+		h.produceRecords(&kgo.Record{Value: []byte("old id"), Headers: id(old)})
+		h.produceRecords(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
+		h.produceRecords(&kgo.Record{Value: []byte("old, no time in the id"), Timestamp: old, Headers: headers("message-id=x")})
+		h.produceRecords(&kgo.Record{Value: []byte("young"), Headers: id(time.Now())})
+		h.untilHandled(4, h.run(consumer.Each(effect), settings))
 		if forever {
 			require.Len(t, h.values(), 4)
 			return
@@ -232,17 +205,13 @@ func TestTooLargeIsParkedByReference(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceKeyed("a:"+strings.Repeat("x", 5000), "a:1", "b:1")
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.MessageBytesMax = 4096 })
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
+	h.untilHandled(3, h.run(consumer.Each(effect), func(c *consumer.Config) { c.MessageBytesMax = 4096 }))
 	require.Equal(t, []string{"b:1"}, h.values())
 	require.Equal(t, []string{" too_large parked", "a:1 behind behind"}, h.parked())
 	// A message without its stored payload cannot be retried, by any statement.
 	h.retry()
-	stop = h.run(consumer.Each(effect), nil)
-	h.wait("refused", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
-	})
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`)
 	require.NoError(t, stop())
 	require.Equal(t, []string{"b:1"}, h.values())
 }
@@ -257,32 +226,12 @@ func TestBlockWaitsAndSaysWhy(t *testing.T) {
 	stop := h.run(failing(&repaired), func(c *consumer.Config) { block(c); c.AttemptsMax = 2 })
 	trouble := `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%blocks its partition%no such account%'`
 	h.wait("trouble", func() bool { return h.number(trouble) == 1 })
-	h.wait("more attempts than AttemptsMax", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble ~ ', attempt ([4-9]|[0-9]{2,}):'`) == 1
-	})
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble ~ ', attempt ([4-9]|[0-9]{2,}):'`)
 	require.Equal(t, []string{"a:1"}, h.values())
 	repaired.Store(true)
-	h.waitEffects(3)
-	require.NoError(t, stop())
+	h.untilEffects(3, stop)
 	require.Equal(t, []string{"a:1", "a:bad", "b:1"}, h.values())
 	require.Zero(t, h.number(trouble))
-}
-
-// Property: what is done beside a message that blocks does not remove the reason from the database.
-func TestReasonStaysWhileAMessageBlocks(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceKeyed("b:1", "a:bad")
-	var repaired atomic.Bool
-	stop := h.run(failing(&repaired), func(c *consumer.Config) {
-		block(c)
-		c.Order, c.RetryMax = consumer.OrderByKey, time.Minute
-	})
-	trouble := `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%blocks its partition%no such account%'`
-	h.wait("trouble", func() bool { return h.number(trouble) == 1 })
-	h.wait("the other key's message", func() bool { return h.position() == 1 })
-	require.Equal(t, 1, h.number(trouble))
-	require.NoError(t, stop())
 }
 
 // Property: when too many messages fail the partition pauses instead of parking the topic, reports
@@ -295,18 +244,14 @@ func TestFloodOfFailuresPausesThePartition(t *testing.T) {
 		h.produceKeyed(fmt.Sprintf("k%d:bad", i))
 	}
 	var over atomic.Bool
-	c := h.make(failing(&over), func(c *consumer.Config) { c.ParkShareMax = 0.1 })
-	cancel, ended := h.begin(t.Context(), c)
+	c, stop := h.start(failing(&over), func(c *consumer.Config) { c.ParkShareMax = 0.1 })
 	require.Contains(t, h.waitState(c, consumer.StatePausedByBreaker).Err, errBad.Error())
-	h.wait("trouble", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%pauses instead of parking%'`) == 1
-	})
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%pauses instead of parking%'`)
 	require.Len(t, h.parked(), 10)
 	over.Store(true)
 	h.waitEffects(30)
 	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 	require.Len(t, h.parked(), 10)
 }
 
@@ -316,15 +261,10 @@ func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceKeyed("a:bad", "a:1")
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if string(msg.Value) == "a:bad" {
-			return consumer.Permanent(errors.New("no such account\nat line 1"))
-		}
-		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.OnFailureDeadLetter, "letters" })
+	handler := failingWith(consumer.Permanent(errors.New("no such account\nat line 1")), &atomic.Bool{})
+	stop := h.run(handler, func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.OnFailureDeadLetter, "letters" })
 	h.waitEffects(1)
-	h.wait("position", func() bool { return h.position() == 2 })
-	require.NoError(t, stop())
+	h.untilHandled(2, stop)
 	require.Empty(t, h.parked())
 	var topic, key, payload string
 	var stored []byte
@@ -354,48 +294,41 @@ func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
 // effect, and the calls of its handler have keys of their own. Row C23 of guarantees.md.
 func TestAnotherMessageUnderAnIDIsAConflict(t *testing.T) {
 	t.Parallel()
-	for name, tc := range map[string]struct {
+	type testCase struct {
 		change func(c *consumer.Config)
 		header string
-	}{
+	}
+	each(t, map[string]testCase{
 		"message-id": {func(*consumer.Config) {}, "message-id=1"},
 		"ce_id":      {func(c *consumer.Config) { c.Forever = true }, "ce_id=1"},
 		"profile":    {func(c *consumer.Config) { c.IDProfiles = []consumer.IDProfile{consumer.ProfileDebezium} }, "id=1"},
 		"header":     {func(c *consumer.Config) { c.IDHeaders = []string{"x-id"} }, "x-id=1"},
 		"function":   {func(c *consumer.Config) { c.IDFunc = func(*consumer.Message) []byte { return []byte("1") } }, "nothing=1"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			var calls sync.Map
-			handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				calls.Store(msg.CallKey("charge"), true)
-				return effect(ctx, tx, msg)
-			})
-			h.produceWith(headers(tc.header), "first", "other", "first", "late")
-			stop := h.run(handler, tc.change)
-			h.wait("position", func() bool { return h.position() == 4 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"first"}, h.values())
-			require.Equal(t, []string{"other conflict parked", "late conflict parked"}, h.parked())
-
-			h.retry()
-			stop = h.run(handler, tc.change)
-			h.waitEffects(3)
-			require.NoError(t, stop())
-			h.rewind(0, "")
-			h.produceWith(headers(tc.header), "later")
-			stop = h.run(handler, tc.change)
-			h.waitParked("conflict")
-			h.wait("position", func() bool { return h.position() == 5 })
-			require.NoError(t, stop())
-			require.ElementsMatch(t, []string{"first", "other", "late"}, h.values(), "nothing twice")
-			require.Equal(t, []string{"later conflict parked"}, h.parked())
-			keys := 0
-			calls.Range(func(any, any) bool { keys++; return true })
-			require.Equal(t, 3, keys)
+	}, func(t *testing.T, h *harness, _ string, tc testCase) {
+		t.Helper()
+		var calls sync.Map
+		handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			calls.Store(msg.CallKey("charge"), true)
+			return effect(ctx, tx, msg)
 		})
-	}
+		h.produceWith(headers(tc.header), "first", "other", "first", "late")
+		h.untilHandled(4, h.run(handler, tc.change))
+		require.Equal(t, []string{"first"}, h.values())
+		require.Equal(t, []string{"other conflict parked", "late conflict parked"}, h.parked())
+
+		h.retry()
+		h.untilEffects(3, h.run(handler, tc.change))
+		h.rewind(0, "")
+		h.produceWith(headers(tc.header), "later")
+		stop := h.run(handler, tc.change)
+		h.waitParked("conflict")
+		h.untilHandled(5, stop)
+		require.ElementsMatch(t, []string{"first", "other", "late"}, h.values(), "nothing twice")
+		require.Equal(t, []string{"later conflict parked"}, h.parked())
+		keys := 0
+		calls.Range(func(any, any) bool { keys++; return true })
+		require.Equal(t, 3, keys)
+	})
 }
 
 // Property: with OnConflictDrop a conflict is dropped, counted and logged.
@@ -404,15 +337,13 @@ func TestConflictsAreDroppedWhereThatIsConfigured(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceWith(headers("message-id=1"), "first", "other", "first")
 	var conflicts, duplicates atomic.Int64
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+	h.untilHandled(3, h.run(consumer.Each(effect), func(c *consumer.Config) {
 		c.OnConflict = consumer.OnConflictDrop
 		c.Hooks.Processed = func(p consumer.Processed) {
 			conflicts.Add(int64(p.Conflicts))
 			duplicates.Add(int64(p.Duplicates))
 		}
-	})
-	h.wait("position", func() bool { return h.position() == 3 })
-	require.NoError(t, stop())
+	}))
 	require.Equal(t, []string{"first"}, h.values())
 	require.Empty(t, h.parked())
 	require.Equal(t, []int64{1, 1}, []int64{conflicts.Load(), duplicates.Load()})
@@ -426,13 +357,9 @@ func TestByPositionStopsRedeliveries(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceAs("1", "first")
 	h.produceAs("1", "same id, another offset")
-	stop := h.run(consumer.Each(effect), byPosition)
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.untilEffects(2, h.run(consumer.Each(effect), byPosition))
 	h.rewind(0, "")
 	h.produceAs("2", "second")
-	stop = h.run(consumer.Each(effect), byPosition)
-	h.waitEffects(3)
-	require.NoError(t, stop())
+	h.untilEffects(3, h.run(consumer.Each(effect), byPosition))
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
 }

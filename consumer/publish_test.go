@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -40,7 +41,7 @@ func TestHandlersPublishLast(t *testing.T) {
 		}
 		return nil
 	}
-	for name, handler := range map[string]consumer.Handler{
+	each(t, map[string]consumer.Handler{
 		"each": consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 			return inserted(ctx, tx, msg)
 		}),
@@ -54,22 +55,18 @@ func TestHandlersPublishLast(t *testing.T) {
 			q.Queue(seen, [16]byte(msg.ID))
 			return nil
 		}),
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceAll("1", "2", "3", "4", "5")
-			stop := h.run(handler, func(c *consumer.Config) { c.BatchMax = 5 })
-			h.waitEffects(5)
-			h.wait("position", func() bool { return h.position() == 5 })
-			require.NoError(t, stop())
-			require.Equal(t, 5, h.number(`SELECT count(*) FROM effectonce.outbox WHERE topic = 'child'`))
-			// A handler sees the rows of earlier transactions, and none of its own.
-			h.exec(`ALTER TABLE effects ADD tx bigint, ADD saw bigint; UPDATE effects SET tx = split_part(value, ' ', 1)::bigint, saw = split_part(value, ' ', 2)::bigint`)
-			require.Less(t, h.number(`SELECT count(DISTINCT tx) FROM effects`), 5, "the test's own premise: messages share a transaction")
-			require.Zero(t, h.number(`SELECT count(*) FROM effects e WHERE saw <> (SELECT count(*) FROM effects earlier WHERE earlier.tx < e.tx)`))
-		})
-	}
+	}, func(t *testing.T, h *harness, _ string, handler consumer.Handler) {
+		t.Helper()
+		h.produce("1", "2", "3", "4", "5")
+		stop := h.run(handler, func(c *consumer.Config) { c.BatchMax = 5 })
+		h.waitEffects(5)
+		h.untilHandled(5, stop)
+		require.Equal(t, 5, h.number(`SELECT count(*) FROM effectonce.outbox WHERE topic = 'child'`))
+		// A handler sees the rows of earlier transactions, and none of its own.
+		h.exec(`ALTER TABLE effects ADD tx bigint, ADD saw bigint; UPDATE effects SET tx = split_part(value, ' ', 1)::bigint, saw = split_part(value, ' ', 2)::bigint`)
+		require.Less(t, h.number(`SELECT count(DISTINCT tx) FROM effects`), 5, "the test's own premise: messages share a transaction")
+		require.Zero(t, h.number(`SELECT count(*) FROM effects e WHERE saw <> (SELECT count(*) FROM effects earlier WHERE earlier.tx < e.tx)`))
+	})
 }
 
 // Property: a handler of whole batches that publishes a message without an ID is parked with the
@@ -104,9 +101,7 @@ func TestConsumersOfAMessagePublishUnderIDsOfTheirOwn(t *testing.T) {
 		stop := h.run(handler, func(c *consumer.Config) {
 			c.Group, c.OnFailure, c.DeadLetterTopic = group, consumer.OnFailureDeadLetter, "dead"
 		})
-		h.wait("position", func() bool {
-			return h.number(`SELECT coalesce(max(next_offset), 0) FROM effectonce.consumer_positions WHERE consumer_group = $1`, group) == 2
-		})
+		h.waitNumber(2, `SELECT coalesce(max(next_offset), 0) FROM effectonce.consumer_positions WHERE consumer_group = $1`, group)
 		require.NoError(t, stop())
 	}
 	require.Equal(t, 4, h.number(`SELECT count(DISTINCT id) FROM effectonce.outbox`))
@@ -131,7 +126,7 @@ func TestScheduledInHandlerCommitsWithTheClaim(t *testing.T) {
 	id := uuid.Must(uuid.NewV7())
 	record := func() {
 		// Of three days ago: so much later its child is due.
-		h.produceRecord(&kgo.Record{Value: []byte("a"), Timestamp: time.Now().Add(-72 * time.Hour), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id.String())}}})
+		h.produceRecords(&kgo.Record{Value: []byte("a"), Timestamp: time.Now().Add(-72 * time.Hour), Headers: headers("message-id=" + id.String())})
 	}
 	record()
 	record()
@@ -146,16 +141,10 @@ func TestScheduledInHandlerCommitsWithTheClaim(t *testing.T) {
 		return effect(ctx, tx, msg)
 	})
 	scheduled := func() []string {
-		rows, err := h.pool.Query(t.Context(), `SELECT id::text FROM effectonce.outbox_scheduled`)
-		require.NoError(t, err)
-		ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		return ids
+		return h.texts(`SELECT id::text FROM effectonce.outbox_scheduled`)
 	}
 	run := func() {
-		stop := h.run(handler, nil)
-		h.wait("both records are handled", func() bool { return h.position() == 2 })
-		require.NoError(t, stop())
+		h.untilHandled(2, h.run(handler, nil))
 		h.waitEffects(1)
 	}
 	run()
@@ -219,8 +208,7 @@ func TestCallKeysAreOfTheConsumer(t *testing.T) {
 	for _, stop := range stops {
 		require.NoError(t, stop())
 	}
-	var id uuid.UUID
-	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT message_id FROM effects LIMIT 1`).Scan((*[16]byte)(&id)))
+	id := uuid.UUID(pgtest.Value[[16]byte](t, h.pool, `SELECT message_id FROM effects LIMIT 1`))
 	var want []string
 	for _, group := range groups {
 		want = append(want, dedup.CallKey(group+"/"+h.topic, id, "charge").String())
@@ -232,26 +220,21 @@ func TestCallKeysAreOfTheConsumer(t *testing.T) {
 // trigger, is parked after its attempts; the others have their effects.
 func TestRefusedTopicCostsOnlyItsMessage(t *testing.T) {
 	t.Parallel()
-	for _, state := range []string{"42501", "P0001", "23514"} {
-		t.Run(state, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.exec(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not this topic' USING ERRCODE = '` + state + `'; END $$;
-				CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW WHEN (NEW.topic = 'secret') EXECUTE FUNCTION refuse()`)
-			h.produceAll("a", "secret", "b")
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if err := outbox.Publish(ctx, tx, outbox.Message{Topic: string(msg.Value)}); err != nil {
-					return err
-				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax = 2, 1 })
-			h.wait("position", func() bool { return h.position() == 3 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a", "b"}, h.values())
-			require.Equal(t, []string{"secret failed parked"}, h.parked())
-			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.outbox`))
-		})
-	}
+	eachOf(t, []string{"42501", "P0001", "23514", "XX000"}, func(t *testing.T, h *harness, state string) {
+		t.Helper()
+		h.exec(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not this topic' USING ERRCODE = '` + state + `'; END $$;
+			CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW WHEN (NEW.topic = 'secret') EXECUTE FUNCTION refuse()`)
+		h.produce("a", "secret", "b")
+		h.untilHandled(3, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if err := outbox.Publish(ctx, tx, outbox.Message{Topic: string(msg.Value)}); err != nil {
+				return err
+			}
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) { c.AttemptsMax, c.ParkShareMax = 2, 1 }))
+		require.Equal(t, []string{"a", "b"}, h.values())
+		require.Equal(t, []string{"secret failed parked"}, h.parked())
+		require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.outbox`))
+	})
 }
 
 // Property: the child of a record whose time is none is fresh at the next consumer.
@@ -263,13 +246,12 @@ func TestChildOfARecordWithoutATimeIsFresh(t *testing.T) {
 	}), nil)
 	_, err := c.Deliver(t.Context(), &kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(0), Value: []byte("v")})
 	require.NoError(t, err)
-	var id string
-	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT id::text FROM effectonce.outbox`).Scan(&id))
+	id := pgtest.Value[string](t, h.pool, `SELECT id::text FROM effectonce.outbox`)
 	next := h.make(consumer.Each(effect), func(c *consumer.Config) { c.Group, c.Topics = h.topic+"-next", []string{"next"} })
 	_, err = next.Deliver(t.Context())
 	require.NoError(t, err)
 	h.exec(`UPDATE effectonce.consumers SET forgotten_to = now() - interval '7 days'`) // as maintenance does
-	d, err := next.Deliver(t.Context(), &kgo.Record{Topic: "next", Timestamp: time.Now(), Value: []byte("v"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id)}}})
+	d, err := next.Deliver(t.Context(), &kgo.Record{Topic: "next", Timestamp: time.Now(), Value: []byte("v"), Headers: headers("message-id=" + id)})
 	require.NoError(t, err)
 	require.Equal(t, consumer.Delivered{Fresh: 1}, d)
 }

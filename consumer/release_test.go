@@ -2,10 +2,8 @@ package consumer_test
 
 import (
 	"context"
-	"fmt"
 	"slices"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -34,7 +32,7 @@ func TestReleaseOfALargeMessage(t *testing.T) {
 		return err
 	}), nil)
 	h.produceKeyed("a:bad", "a:1")
-	h.wait("position", func() bool { return h.position() == 2 })
+	h.waitHandled(2)
 	h.exec(`UPDATE effectonce.parked_messages SET payload = convert_to(repeat('x', ` + strconv.Itoa(size) + `), 'UTF8') WHERE payload = 'a:bad'`)
 	fixed.Store(true)
 	h.retry()
@@ -53,18 +51,15 @@ func TestReleasedMessageIsClaimedAgain(t *testing.T) {
 	h := newHarness(t, 1)
 	stop := h.run(handler, nil)
 	h.produceKeyed("a:bad")
-	h.wait("position", func() bool { return h.position() == 1 })
+	h.waitHandled(1)
 	h.exec(`DELETE FROM effectonce.processed_messages`)
 	fixed.Store(true)
 	h.retry()
-	h.waitEffects(1)
-	require.NoError(t, stop())
+	h.untilEffects(1, stop)
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
 
 	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
-	stop = h.run(handler, nil)
-	h.wait("position", func() bool { return h.position() == 1 })
-	require.NoError(t, stop())
+	h.untilHandled(1, h.run(handler, nil))
 	require.Equal(t, []string{"a:bad"}, h.values())
 }
 
@@ -86,84 +81,73 @@ func (r *requests) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ ti
 // treat it as a crash. Row C42 of guarantees.md.
 func TestStopAndRebalanceTogether(t *testing.T) {
 	t.Parallel()
-	for name, balancer := range map[string]kgo.GroupBalancer{"eager": kgo.RangeBalancer(), "cooperative": kgo.CooperativeStickyBalancer()} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			begun, release := make(chan struct{}), make(chan struct{})
-			var fresh, again atomic.Int64
-			count := func(cfg *consumer.Config) {
-				cfg.BatchMax = 1
-				cfg.Hooks.Processed = func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); again.Add(int64(p.Duplicates)) }
-			}
-			asked, other := &requests{}, &requests{}
-			membership := func(r *requests) []kgo.Opt {
-				return []kgo.Opt{kgo.Balancers(balancer), kgo.HeartbeatInterval(100 * time.Millisecond), kgo.WithHooks(r)}
-			}
-			stop := h.runWith(h.pool, membership(asked), consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				close(begun)
-				<-release
-				return effect(ctx, tx, msg)
-			}), count)
-			h.produce("1", "2")
-			<-begun
-			ended := make(chan error, 1)
-			go func() { ended <- stop() }()
-			h.runWith(h.pool, membership(other), consumer.Each(effect), func(cfg *consumer.Config) {
-				cfg.Hooks.Processed = func(p consumer.Processed) { again.Add(int64(p.Duplicates)) }
-			})
-			h.wait("the other joins", func() bool { return other.joins.Load() > 0 })
-			heard := asked.heartbeats.Load()
-			h.wait("the first hears of it", func() bool { return asked.heartbeats.Load() > heard+5 })
-			close(release)
-			require.NoError(t, <-ended)
-			require.EqualValues(t, 1, fresh.Load(), "what was under way is finished")
-			h.waitEffects(2)
-			require.Zero(t, again.Load())
-			require.NotContains(t, h.log.String(), "ended without finishing anything")
+	balancers := map[string]kgo.GroupBalancer{"eager": kgo.RangeBalancer(), "cooperative": kgo.CooperativeStickyBalancer()}
+	each(t, balancers, func(t *testing.T, h *harness, _ string, balancer kgo.GroupBalancer) {
+		t.Helper()
+		begun, release := make(chan struct{}), make(chan struct{})
+		var fresh, again atomic.Int64
+		count := func(cfg *consumer.Config) {
+			cfg.BatchMax = 1
+			cfg.Hooks.Processed = func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); again.Add(int64(p.Duplicates)) }
+		}
+		asked, other := &requests{}, &requests{}
+		membership := func(r *requests) []kgo.Opt {
+			return []kgo.Opt{kgo.Balancers(balancer), kgo.HeartbeatInterval(100 * time.Millisecond), kgo.WithHooks(r)}
+		}
+		h.kafka = membership(asked)
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			close(begun)
+			<-release
+			return effect(ctx, tx, msg)
+		}), count)
+		h.produce("1", "2")
+		<-begun
+		ended := make(chan error, 1)
+		go func() { ended <- stop() }()
+		h.kafka = membership(other)
+		h.run(consumer.Each(effect), func(cfg *consumer.Config) {
+			cfg.Hooks.Processed = func(p consumer.Processed) { again.Add(int64(p.Duplicates)) }
 		})
-	}
+		h.wait("the other joins", func() bool { return other.joins.Load() > 0 })
+		heard := asked.heartbeats.Load()
+		h.wait("the first hears of it", func() bool { return asked.heartbeats.Load() > heard+5 })
+		close(release)
+		require.NoError(t, <-ended)
+		require.EqualValues(t, 1, fresh.Load(), "what was under way is finished")
+		h.waitEffects(2)
+		require.Zero(t, again.Load())
+		require.NotContains(t, h.log.String(), "ended without finishing anything")
+	})
 }
 
 // Property: with workers, messages that share a transaction with a failing one do not wait for its
 // attempts, unless they have its key; those keep their order.
 func TestFailingMessageHoldsUpNoOtherKeyOfItsTransaction(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceKeyed("bad:1", "a:1", "bad:2", "b:1", "c:1", "bad:3")
-			var mu sync.Mutex
-			var calls []string
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				mu.Lock()
-				defer mu.Unlock()
-				calls = append(calls, string(msg.Value))
-				tries := 0
-				for _, call := range calls {
-					if call == "bad:1" {
-						tries++
-					}
-				}
-				if string(msg.Value) == "bad:1" && tries < 4 {
-					return errBad
-				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) { c.Order, c.Workers = order, 1 })
-			h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) == 6 })
-			require.NoError(t, stop())
-			second := slices.Index(calls[1:], "bad:1") + 1
-			for _, other := range []string{"a:1", "b:1", "c:1"} {
-				require.Less(t, slices.Index(calls, other), second, "%v", calls)
+	each(t, workerOrders, func(t *testing.T, h *harness, _ string, order consumer.Order) {
+		t.Helper()
+		h.produceKeyed("bad:1", "a:1", "bad:2", "b:1", "c:1", "bad:3")
+		var seen list
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			seen.add(string(msg.Value))
+			if string(msg.Value) == "bad:1" && seen.count("bad:1") < 4 {
+				return errBad
 			}
-			if order == consumer.OrderByKey {
-				values := h.values()
-				require.Less(t, slices.Index(values, "bad:1"), slices.Index(values, "bad:2"))
-				require.Less(t, slices.Index(values, "bad:2"), slices.Index(values, "bad:3"))
-			}
-		})
-	}
+			return effect(ctx, tx, msg)
+		}), func(c *consumer.Config) { c.Order, c.Workers = order, 1 })
+		h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) == 6 })
+		require.NoError(t, stop())
+		calls := seen.all()
+		second := slices.Index(calls[1:], "bad:1") + 1
+		for _, other := range []string{"a:1", "b:1", "c:1"} {
+			require.Less(t, slices.Index(calls, other), second, "%v", calls)
+		}
+		if order == consumer.OrderByKey {
+			values := h.values()
+			require.Less(t, slices.Index(values, "bad:1"), slices.Index(values, "bad:2"))
+			require.Less(t, slices.Index(values, "bad:2"), slices.Index(values, "bad:3"))
+		}
+	})
 }
 
 // Property: a parked message that an operator's transaction locks waits for it, and not longer; others
@@ -189,8 +173,7 @@ func TestLockedParkedMessageHoldsUpOnlyItself(t *testing.T) {
 			h.waitEffects(3)
 			require.NotContains(t, h.values(), "a:bad")
 			require.NoError(t, tx.Rollback(t.Context()))
-			h.waitEffects(4)
-			require.NoError(t, stop())
+			h.untilEffects(4, stop)
 		})
 	}
 }
@@ -200,7 +183,7 @@ func TestLockedParkedMessageHoldsUpOnlyItself(t *testing.T) {
 func TestStopIsNoAttemptAtParkedMessages(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	h.produceAll("a", "b", "c")
+	h.produce("a", "b", "c")
 	var repaired atomic.Bool
 	begun := make(chan struct{}, 3)
 	stop := h.run(consumer.Each(func(ctx context.Context, _ pgx.Tx, _ *consumer.Message) error {
@@ -225,12 +208,8 @@ func TestReleasedBacklogLetsOthersPass(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	const n = 200 // more than the first transaction, whose size is that of transactions which park
-	var values []string
-	for i := range n {
-		values = append(values, fmt.Sprint("k:", i))
-	}
 	var repaired atomic.Bool
-	h.produceKeyed(values...)
+	h.produceKeyed(versions(1, 0, n)...)
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if !repaired.Load() {
 			return consumer.Permanent(errBad)
@@ -245,7 +224,6 @@ func TestReleasedBacklogLetsOthersPass(t *testing.T) {
 	h.retry()
 	h.wait("it begins", func() bool { return h.number(`SELECT count(*) FROM effects`) > 0 })
 	h.produceKeyed("other:0")
-	h.waitEffects(n + 1)
-	require.NoError(t, stop())
+	h.untilEffects(n+1, stop)
 	require.Less(t, h.number(`SELECT count(*) FROM effects WHERE n < (SELECT n FROM effects WHERE value = 'other:0')`), n-10)
 }

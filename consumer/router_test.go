@@ -28,7 +28,7 @@ func (h *harness) produceTyped(messages ...string) {
 		if name, _, ok := strings.Cut(message, ":"); ok {
 			record.Headers = append(record.Headers, kgo.RecordHeader{Key: "ce_type", Value: []byte(name)})
 		}
-		h.produceRecord(record)
+		h.produceRecords(record)
 	}
 }
 
@@ -39,12 +39,6 @@ func (h *harness) router(routes consumer.TopicRoutes, typeHeaders ...string) *co
 	require.NoError(h.t, err)
 	require.Equal(h.t, []string{h.topic}, router.Topics())
 	return router
-}
-
-// waitHandled waits until n messages of partition 0 are handled, parked or skipped.
-func (h *harness) waitHandled(n int) {
-	h.t.Helper()
-	h.wait("position", func() bool { return h.position() == n })
 }
 
 // Property: the message that failed is the one that is parked, whatever the shape of its handler
@@ -80,31 +74,28 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 		}
 		return nil
 	})
-	for name, handler := range failing {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			nested := h.router(consumer.TopicRoutes{Default: handler})
-			h.produceTyped("good:1", "good:2", "x:1", "x:2", "x:bad", "x:3", "good:3", "x:bad", "good:4", "nested:1", "nested:bad", "nested:2")
-			stop := h.run(h.router(consumer.TopicRoutes{
-				Types: map[string]consumer.Handler{"good": consumer.Each(effect), "x": handler, "nested": nested},
-			}), func(c *consumer.Config) {
-				parkAll(c)
-				c.AttemptsMax = 1
-			})
-			h.waitHandled(12)
-			require.Equal(t, []string{"good:1", "good:2", "x:1", "x:2", "x:3", "good:3", "good:4", "nested:1", "nested:2"}, h.values())
-			why := "permanent"
-			if name == "queued statement" {
-				why = "failed" // nothing marks the error of a statement
-			}
-			require.Equal(t, []string{"x:bad " + why + " parked", "x:bad " + why + " parked", "nested:bad " + why + " parked"}, h.parked())
-			require.NoError(t, stop())
-			if name == "named by batch" {
-				require.EqualValues(t, 4, together.Load(), "messages of one type that follow each other reach a Batch together")
-			}
+	each(t, failing, func(t *testing.T, h *harness, name string, handler consumer.Handler) {
+		t.Helper()
+		nested := h.router(consumer.TopicRoutes{Default: handler})
+		h.produceTyped("good:1", "good:2", "x:1", "x:2", "x:bad", "x:3", "good:3", "x:bad", "good:4", "nested:1", "nested:bad", "nested:2")
+		stop := h.run(h.router(consumer.TopicRoutes{
+			Types: map[string]consumer.Handler{"good": consumer.Each(effect), "x": handler, "nested": nested},
+		}), func(c *consumer.Config) {
+			parkAll(c)
+			c.AttemptsMax = 1
 		})
-	}
+		h.waitHandled(12)
+		require.Equal(t, []string{"good:1", "good:2", "x:1", "x:2", "x:3", "good:3", "good:4", "nested:1", "nested:2"}, h.values())
+		why := "permanent"
+		if name == "queued statement" {
+			why = "failed" // nothing marks the error of a statement
+		}
+		require.Equal(t, []string{"x:bad " + why + " parked", "x:bad " + why + " parked", "nested:bad " + why + " parked"}, h.parked())
+		require.NoError(t, stop())
+		if name == "named by batch" {
+			require.EqualValues(t, 4, together.Load(), "messages of one type that follow each other reach a Batch together")
+		}
+	})
 }
 
 // Property: a message without a route is parked with its reason before the handlers of its batch
@@ -113,8 +104,8 @@ func TestUnknownTypesAreParked(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produceTyped("good:1", "strange:1", "untyped", "good:2")
-	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
-	h.produceRecord(&kgo.Record{Value: []byte("said twice"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type"}, {Key: "ce_type", Value: []byte("good")}}})
+	h.produceRecords(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
+	h.produceRecords(&kgo.Record{Value: []byte("said twice"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type"}, {Key: "ce_type", Value: []byte("good")}}})
 	stop := h.run(h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"good": consumer.Each(effect)}}), parkAll)
 	h.waitHandled(6)
 	require.Equal(t, []string{"good:1", "good:2", "said twice"}, h.values())
@@ -136,20 +127,16 @@ func TestTypeIsReadFromTheConfiguredHeaders(t *testing.T) {
 			return err
 		})
 	}
-	for _, headers := range [][]string{
-		{"event", "a", "kind", "b"},
-		{"kind", "b", "event", "a"},
-		{"event", "", "kind", "b"},
-		{"kind", "b"},
-		{"ce_type", "a"},
-		{"event", "A"},
-		{},
+	for _, with := range [][]kgo.RecordHeader{
+		headers("event=a", "kind=b"),
+		headers("kind=b", "event=a"),
+		headers("event=", "kind=b"),
+		headers("kind=b"),
+		headers("ce_type=a"),
+		headers("event=A"),
+		nil,
 	} {
-		record := &kgo.Record{}
-		for i := 0; i < len(headers); i += 2 {
-			record.Headers = append(record.Headers, kgo.RecordHeader{Key: headers[i], Value: []byte(headers[i+1])})
-		}
-		h.produceRecord(record)
+		h.produceRecords(&kgo.Record{Headers: with})
 	}
 	stop := h.run(h.router(consumer.TopicRoutes{
 		Types: map[string]consumer.Handler{"a": say("a"), "b": say("b")}, Default: say("other"),
@@ -215,32 +202,29 @@ func TestUndecodableMessagesAreParked(t *testing.T) {
 		}
 		return consumer.JSONDecoder[payment]().Decode(msg)
 	})
-	for name, handler := range decoded(picky) {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce(`{"order":"a"}`, `{broken`, `{"order":"b"}`, `panic`, `{"order":"c"}`)
-			h.produceRecord(&kgo.Record{}) // Kafka's null
-			var permanent atomic.Int32
-			stop := h.run(handler, func(c *consumer.Config) {
-				parkAll(c)
-				c.Hooks.Failed = func(f consumer.Failed) {
-					if f.Permanent && consumer.IsPermanent(f.Err) {
-						permanent.Add(1)
-					}
+	each(t, decoded(picky), func(t *testing.T, h *harness, _ string, handler consumer.Handler) {
+		t.Helper()
+		h.produce(`{"order":"a"}`, `{broken`, `{"order":"b"}`, `panic`, `{"order":"c"}`)
+		h.produceRecords(&kgo.Record{}) // Kafka's null
+		var permanent atomic.Int32
+		stop := h.run(handler, func(c *consumer.Config) {
+			parkAll(c)
+			c.Hooks.Failed = func(f consumer.Failed) {
+				if f.Permanent && consumer.IsPermanent(f.Err) {
+					permanent.Add(1)
 				}
-			})
-			h.wait("position", func() bool { return h.position() == 6 })
-			require.Equal(t, []string{"a", "b", "c"}, h.values())
-			require.Equal(t, []string{"{broken undecodable parked", "panic undecodable parked", " undecodable parked"}, h.parked())
-			require.Equal(t, 3, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 1`), "tried once")
-			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%panicked: no idea%'`))
-			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%value is no JSON of the expected form: %'`))
-			require.EqualValues(t, 3, permanent.Load())
-			require.NoError(t, stop())
-			require.NotContains(t, h.log.String(), "{broken", "no payload in a log")
+			}
 		})
-	}
+		h.waitHandled(6)
+		require.Equal(t, []string{"a", "b", "c"}, h.values())
+		require.Equal(t, []string{"{broken undecodable parked", "panic undecodable parked", " undecodable parked"}, h.parked())
+		require.Equal(t, 3, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 1`), "tried once")
+		require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%panicked: no idea%'`))
+		require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%value is no JSON of the expected form: %'`))
+		require.EqualValues(t, 3, permanent.Load())
+		require.NoError(t, stop())
+		require.NotContains(t, h.log.String(), "{broken", "no payload in a log")
+	})
 }
 
 // Property: a decoder that returns RetryAfter is called again, and the message is not parked.

@@ -27,23 +27,16 @@ import (
 // is parked after its attempts; the others have their effects.
 func TestWhatHandlersLeaveBehindCostsOnlyTheirMessage(t *testing.T) {
 	t.Parallel()
-	for name, tc := range map[string]struct {
+	type testCase struct {
 		setup  string
 		spoil  func(ctx context.Context, tx pgx.Tx) error
 		config func(*consumer.Config)
 		parked string
-	}{
+	}
+	each(t, map[string]testCase{
 		"idle": {
 			spoil:  func(ctx context.Context, _ pgx.Tx) error { pause.For(ctx, 900*time.Millisecond); return nil },
 			config: func(c *consumer.Config) { c.IdleTimeout = 300 * time.Millisecond }, parked: "bad failed parked",
-		},
-		"deferred trigger": {
-			setup: `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = 'XX000'; END $$;
-				CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW WHEN (NEW.topic = 'refused') EXECUTE FUNCTION refuse()`,
-			spoil: func(ctx context.Context, tx pgx.Tx) error {
-				return outbox.Publish(ctx, tx, outbox.Message{Topic: "refused"})
-			},
-			parked: "bad failed parked",
 		},
 		"dead letter": {
 			setup: `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '42501'; END $$;
@@ -52,31 +45,27 @@ func TestWhatHandlersLeaveBehindCostsOnlyTheirMessage(t *testing.T) {
 			config: func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.OnFailureDeadLetter, "refused" },
 			parked: "bad permanent parked",
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			if tc.setup != "" {
-				h.exec(tc.setup)
+	}, func(t *testing.T, h *harness, _ string, tc testCase) {
+		t.Helper()
+		if tc.setup != "" {
+			h.exec(tc.setup)
+		}
+		h.produce("a", "bad", "b", "c")
+		stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if err := effect(ctx, tx, msg); err != nil || string(msg.Value) != "bad" {
+				return err
 			}
-			h.produce("a", "bad", "b", "c")
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if err := effect(ctx, tx, msg); err != nil || string(msg.Value) != "bad" {
-					return err
-				}
-				return tc.spoil(ctx, tx)
-			}), func(c *consumer.Config) {
-				c.AttemptsMax = 2
-				if tc.config != nil {
-					tc.config(c)
-				}
-			})
-			h.wait("parked", func() bool { return slices.Equal(h.parked(), []string{tc.parked}) })
-			h.waitEffects(3)
-			require.NoError(t, stop())
-			require.ElementsMatch(t, []string{"a", "b", "c"}, h.values())
+			return tc.spoil(ctx, tx)
+		}), func(c *consumer.Config) {
+			c.AttemptsMax = 2
+			if tc.config != nil {
+				tc.config(c)
+			}
 		})
-	}
+		h.wait("parked", func() bool { return slices.Equal(h.parked(), []string{tc.parked}) })
+		h.untilEffects(3, stop)
+		require.ElementsMatch(t, []string{"a", "b", "c"}, h.values())
+	})
 }
 
 // Property: a role, a setting or a temporary table of one message does not reach the next one, in any
@@ -101,7 +90,7 @@ func TestSessionEndsWithItsMessage(t *testing.T) {
 	for _, name := range []string{"role", "local", "comment", "config"} { // the role comes before the driver has prepared what ends a transaction
 		values = append(values, name, "plain", "plain")
 	}
-	h.produceAll(values...)
+	h.produce(values...)
 	each := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		if sql := set[string(msg.Value)]; sql != "" {
 			if _, err := tx.Exec(ctx, sql); err != nil {
@@ -136,7 +125,7 @@ func TestSavepointsTakePublishedMessagesAlong(t *testing.T) {
 	publish := func(ctx context.Context, tx pgx.Tx, text string) error {
 		return outbox.Publish(ctx, tx, outbox.Message{Topic: "next", Payload: []byte(text)})
 	}
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	h.untilEffects(1, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		run := func(sql string) error { _, err := tx.Exec(ctx, sql); return err }
 		batch := func(sql ...string) error {
 			b := &pgx.Batch{}
@@ -152,9 +141,7 @@ func TestSavepointsTakePublishedMessagesAlong(t *testing.T) {
 			run(`SELECT 1; SAVEPOINT c`), publish(ctx, tx, "undone among several"), run(`SELECT 1; ROLLBACK TO c; SELECT 2`),
 			batch(`SAVEPOINT b`), publish(ctx, tx, "undone in a batch"), batch(`SELECT 1`, `/* x */ ROLLBACK TO SAVEPOINT b`),
 			effect(ctx, tx, msg))
-	}), nil)
-	h.waitEffects(1)
-	require.NoError(t, stop())
+	}), nil))
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.outbox WHERE payload = 'kept 1'`))
 	require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.outbox`))
 }
@@ -170,16 +157,14 @@ func TestHandlersMayAskTheSamePool(t *testing.T) {
 			h.produceEach(p, fmt.Sprint(i))
 		}
 	}
-	pool := h.smallPool(nil)
-	stop := h.runOn(pool, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	pool := h.poolWith(four)
+	h.untilEffects(4*each, h.runOn(pool, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		var one int
 		if err := pool.QueryRow(ctx, `SELECT 1`).Scan(&one); err != nil {
 			return err
 		}
 		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.HandlerTimeout = 20 * time.Second })
-	h.waitEffects(4 * each)
-	require.NoError(t, stop())
+	}), func(c *consumer.Config) { c.HandlerTimeout = 20 * time.Second }))
 	require.Empty(t, h.parked())
 }
 
@@ -187,30 +172,23 @@ func TestHandlersMayAskTheSamePool(t *testing.T) {
 // work, and not if as many keys fail as there are workers. For a block and for a long pause.
 func TestNoKeyWaitsForAnothersPauses(t *testing.T) {
 	t.Parallel()
-	for name, config := range map[string]func(*consumer.Config){
+	each(t, map[string]func(*consumer.Config){
 		"block": func(c *consumer.Config) { block(c); c.RetryMin, c.RetryMax = time.Minute, time.Minute },
 		"retry": func(*consumer.Config) {},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produceKeyed("bad1:1", "a:1", "bad2:1", "b:1", "bad3:1", "c:1", "bad4:1", "d:1")
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if strings.HasPrefix(string(msg.Key), "bad") {
-					return consumer.RetryAfter(12*time.Minute, errBad)
-				}
-				return effect(ctx, tx, msg)
-			}), func(c *consumer.Config) { c.Order, c.Workers, c.ParkShareMax = consumer.OrderByKey, 4, 1; config(c) })
-			h.waitEffects(4)
-			h.produceKeyed("a:2", "bad1:2", "b:2")
-			h.waitEffects(6)
-			require.NoError(t, stop())
-			require.NotContains(t, h.values(), "bad1:2", "the order of its key")
-		})
-	}
+	}, func(t *testing.T, h *harness, _ string, config func(*consumer.Config)) {
+		t.Helper()
+		h.produceKeyed("k1:bad", "a:1", "k2:bad", "b:1", "k3:bad", "c:1", "k4:bad", "d:1")
+		handler := failingWith(consumer.RetryAfter(12*time.Minute, errBad), &atomic.Bool{})
+		stop := h.run(handler, func(c *consumer.Config) { c.Order, c.Workers, c.ParkShareMax = consumer.OrderByKey, 4, 1; config(c) })
+		h.waitEffects(4)
+		h.produceKeyed("a:2", "k1:2", "b:2")
+		h.untilEffects(6, stop)
+		require.NotContains(t, h.values(), "k1:2", "the order of its key")
+	})
 }
 
-// Property: a stop waits for partitions whose handlers hang side by side, not one after the other.
+// Property: a stop waits for partitions whose handlers hang, whatever their context, side by side, not one
+// after the other, and not forever.
 func TestStopBoundsAllPartitionsTogether(t *testing.T) {
 	t.Parallel()
 	const partitions = 8
@@ -225,9 +203,8 @@ func TestStopBoundsAllPartitionsTogether(t *testing.T) {
 		hanging.Wait()
 	})
 	var begun atomic.Int64
-	config := h.pool.Config()
-	config.MaxConns = partitions + 2
-	stop := h.runOn(h.smallPool(func(c *pgxpool.Config) { c.MaxConns = config.MaxConns }), consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
+	pool := h.poolWith(func(c *pgxpool.Config) { c.MaxConns = partitions + 2 })
+	stop := h.runOn(pool, consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		begun.Add(1)
 		hanging.Add(1)
 		defer hanging.Done()
@@ -238,70 +215,63 @@ func TestStopBoundsAllPartitionsTogether(t *testing.T) {
 	began := time.Now()
 	require.NoError(t, stop())
 	require.Less(t, time.Since(began), 15*time.Second, "8 times 4 s one after the other")
+	require.Equal(t, -1, h.position(), "nothing was committed")
 }
 
 // Property: tombstones are legal: skipped as configured, or given to a handler that can take them;
 // they do not stop a partition as failures do.
 func TestTombstones(t *testing.T) {
 	t.Parallel()
-	produce := func(h *harness) {
-		for i := range 60 {
-			r := &kgo.Record{Key: []byte(fmt.Sprint(i)), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.NewString())}}}
-			if i < 15 || i >= 45 {
-				r.Value = []byte(`{"order":"x"}`)
-			}
-			h.produceRecord(r)
-		}
-	}
-	insert := func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error { return effect(ctx, tx, msg) }
-	for name, tc := range map[string]struct {
+	handler := consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ payment) error {
+		return effect(ctx, tx, msg)
+	})
+	type testCase struct {
 		handler         consumer.Handler
 		on              consumer.OnTombstone
 		effects, parked int
-	}{
-		"parked": {consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ payment) error {
-			return insert(ctx, tx, msg)
-		}), consumer.OnTombstoneHandle, 30, 30},
-		"skipped": {consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ payment) error {
-			return insert(ctx, tx, msg)
-		}), consumer.OnTombstoneSkip, 30, 0},
+	}
+	each(t, map[string]testCase{
+		"parked":  {handler, consumer.OnTombstoneHandle, 30, 30},
+		"skipped": {handler, consumer.OnTombstoneSkip, 30, 0},
 		"pointer": {consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, body *payment) error {
 			if body == nil {
 				return nil
 			}
-			return insert(ctx, tx, msg)
+			return effect(ctx, tx, msg)
 		}), consumer.OnTombstoneHandle, 30, 0},
 		"batch": {consumer.Decode(consumer.JSONDecoder[payment](), func(ctx context.Context, tx pgx.Tx, msgs []consumer.Decoded[payment]) error {
 			for _, msg := range msgs {
 				if msg.Offset == 50 {
 					return consumer.Blame(msg.Message, consumer.Permanent(errBad))
 				}
-				if err := insert(ctx, tx, msg.Message); err != nil {
+				if err := effect(ctx, tx, msg.Message); err != nil {
 					return err
 				}
 			}
 			return nil
 		}), consumer.OnTombstoneSkip, 29, 1},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			produce(h)
-			stop := h.run(tc.handler, func(c *consumer.Config) { c.OnTombstone = tc.on })
-			h.wait("position", func() bool { return h.position() == 60 })
+	}, func(t *testing.T, h *harness, _ string, tc testCase) {
+		t.Helper()
+		records := make([]*kgo.Record, 60)
+		for i := range records {
+			records[i] = &kgo.Record{Key: []byte(fmt.Sprint(i)), Headers: newID()}
+			if i < 15 || i >= 45 {
+				records[i].Value = []byte(`{"order":"x"}`)
+			}
+		}
+		h.produceRecords(records...)
+		h.untilHandled(60, h.run(tc.handler, func(c *consumer.Config) { c.OnTombstone = tc.on }))
+		require.Len(t, h.values(), tc.effects)
+		require.Len(t, h.parked(), tc.parked)
+		require.Equal(t, tc.parked%30, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 50`), "the one that Blame names")
+		if tc.parked == 30 {
+			h.retry()
+			stop := h.run(tc.handler, func(c *consumer.Config) { c.OnTombstone = consumer.OnTombstoneSkip })
+			h.wait("skipped when they are retried", func() bool { return len(h.parked()) == 0 })
 			require.NoError(t, stop())
 			require.Len(t, h.values(), tc.effects)
-			require.Len(t, h.parked(), tc.parked)
-			require.Equal(t, tc.parked%30, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 50`), "the one that Blame names")
-			if tc.parked == 30 {
-				h.retry()
-				stop = h.run(tc.handler, func(c *consumer.Config) { c.OnTombstone = consumer.OnTombstoneSkip })
-				h.wait("skipped when they are retried", func() bool { return len(h.parked()) == 0 })
-				require.NoError(t, stop())
-				require.Len(t, h.values(), tc.effects)
-			}
-		})
-	}
+		}
+	})
 }
 
 // Property: a mirrored topic counts as its source where Config.Aliases says so: a failover to it
@@ -310,7 +280,7 @@ func TestMirroredTopicRepeatsNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	record := func(topic string, i int, offset int64) *kgo.Record {
-		return &kgo.Record{Topic: topic, Offset: offset, Timestamp: time.Now(), Value: []byte(fmt.Sprint(i)), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(fmt.Sprint("m", i))}}}
+		return &kgo.Record{Topic: topic, Offset: offset, Timestamp: time.Now(), Value: []byte(fmt.Sprint(i)), Headers: headers("message-id=" + fmt.Sprint("m", i))}
 	}
 	mirror := "us-east." + h.topic
 	c := h.make(consumer.Each(effect), func(c *consumer.Config) {
@@ -336,11 +306,7 @@ func TestMirroredTopicRepeatsNothing(t *testing.T) {
 func TestBatchesAreBoundedInTime(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	var values []string
-	for i := range 300 {
-		values = append(values, fmt.Sprint(i))
-	}
-	h.produceAll(values...)
+	h.produce(numbered(300)...)
 	var calls atomic.Int64
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		calls.Add(1)
@@ -356,35 +322,20 @@ func TestBatchesAreBoundedInTime(t *testing.T) {
 // together with others whose failure is not known to be theirs.
 func TestOrderOutlivesTemporaryFailures(t *testing.T) {
 	t.Parallel()
-	for _, shape := range []string{"each", "queued", "batch"} {
-		t.Run(shape, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			const keys, each = 6, 30
-			var messages []string
-			for i := range each {
-				for key := range keys {
-					messages = append(messages, fmt.Sprintf("%c:%d", 'a'+key, i))
-				}
+	eachOf(t, []string{"each", "queued", "batch"}, func(t *testing.T, h *harness, shape string) {
+		t.Helper()
+		messages := versions(6, 0, 30)
+		h.produceKeyed(messages...)
+		var failed sync.Map
+		h.untilEffects(len(messages), h.run(shapes(func(msg *consumer.Message) error {
+			if _, again := failed.LoadOrStore(msg.Offset, true); !again && msg.Offset%7 == 3 {
+				return errBad
 			}
-			h.produceKeyed(messages...)
-			var failed sync.Map
-			stop := h.run(shapes(func(msg *consumer.Message) error {
-				if _, again := failed.LoadOrStore(msg.Offset, true); !again && msg.Offset%7 == 3 {
-					return errBad
-				}
-				return nil
-			})[shape], func(c *consumer.Config) { c.Order, c.Workers, c.ParkShareMax = consumer.OrderByKey, 4, 1 })
-			h.waitEffects(len(messages))
-			require.NoError(t, stop())
-			for key := range keys {
-				of := of(string(rune('a'+key)), strings.Join(h.values(), " "))
-				for i, value := range of {
-					require.Equal(t, fmt.Sprintf("%c:%d", 'a'+key, i), value)
-				}
-			}
-		})
-	}
+			return nil
+		})[shape], func(c *consumer.Config) { c.Order, c.Workers, c.ParkShareMax = consumer.OrderByKey, 4, 1 }))
+		require.Equal(t, len(messages), h.number(`SELECT count(DISTINCT value) FROM effects`))
+		require.Zero(t, inversions(h))
+	})
 }
 
 // Property: a Decode of batches whose messages are all skipped tombstones does not call the handler.

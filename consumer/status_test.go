@@ -4,12 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -18,53 +16,10 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
-	"github.com/twmb/franz-go/pkg/kfake"
-	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
-	"github.com/effectonce/effectonce/internal/kafkatest"
-	"github.com/effectonce/effectonce/internal/pgtest"
 )
-
-// make makes a consumer that does not run yet.
-func (h *harness) make(handler consumer.Handler, change func(*consumer.Config)) *consumer.Consumer {
-	h.t.Helper()
-	return h.makeAt(h.pool, kafkatest.Brokers(h.t), handler, change)
-}
-
-func (h *harness) makeAt(pool *pgxpool.Pool, brokers []string, handler consumer.Handler, change func(*consumer.Config)) *consumer.Consumer {
-	h.t.Helper()
-	cfg := consumer.Config{
-		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
-		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
-	}
-	if change != nil {
-		change(&cfg)
-	}
-	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, handler, cfg)
-	require.NoError(h.t, err)
-	consumer.WatchEvery(c, 20*time.Millisecond)
-	return c
-}
-
-// begin runs a consumer in the background. It returns what ends Run's context, and what waits for
-// Run and returns its error.
-func (h *harness) begin(ctx context.Context, c *consumer.Consumer) (cancel func(), ended func() error) {
-	h.t.Helper()
-	ctx, cancelRun := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- c.Run(ctx) }()
-	ended = sync.OnceValue(func() error { return <-done })
-	h.t.Cleanup(func() {
-		cancelRun()
-		_ = ended()
-		if h.t.Failed() {
-			h.t.Log(h.log.String())
-		}
-	})
-	return cancelRun, ended
-}
 
 // waitState waits until partition 0 is in a state, and returns what the consumer says about it.
 func (h *harness) waitState(c *consumer.Consumer, want consumer.PartitionState) (found consumer.PartitionStatus) {
@@ -113,7 +68,7 @@ func TestStatesOfAPartitionAreShown(t *testing.T) {
 		cfg.OnFailure = consumer.OnFailureBlock
 	})
 	require.Equal(t, consumer.Status{Group: h.topic, Phase: consumer.PhaseStopped, Partitions: []consumer.PartitionStatus{}}, c.Status())
-	cancel, ended := h.begin(t.Context(), c)
+	cancel, stop := h.begin(t.Context(), c)
 	h.produce("1")
 	h.waitEffects(1)
 	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
@@ -158,40 +113,9 @@ func TestStatesOfAPartitionAreShown(t *testing.T) {
 	h.waitState(c, consumer.StateDraining)
 	require.Equal(t, consumer.PhaseDraining, c.Status().Phase)
 	close(hold)
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 	h.waitEffects(5)
 	require.Equal(t, consumer.Status{Group: h.topic, Phase: consumer.PhaseStopped, Partitions: []consumer.PartitionStatus{}}, c.Status())
-}
-
-// Property: a partition with workers has the worst state of them: one blocked key is seen while the
-// others are handled.
-func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	var broken atomic.Bool
-	broken.Store(true)
-	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if string(msg.Key) == "bad" && broken.Load() {
-			return errBad
-		}
-		return effect(ctx, tx, msg)
-	}), func(cfg *consumer.Config) {
-		cfg.OnFailure, cfg.Order, cfg.Workers, cfg.BatchMax = consumer.OnFailureBlock, consumer.OrderByKey, 2, 1
-	})
-	h.produceKeyed("bad:0")
-	cancel, ended := h.begin(t.Context(), c)
-	h.waitState(c, consumer.StateBlocked)
-	// With enough keys, some do not belong to the blocked worker.
-	for i := range 16 {
-		h.produceKeyed(fmt.Sprintf("k%d:1", i))
-	}
-	h.wait("others are handled", func() bool { return h.number(`SELECT count(*) FROM effects`) > 0 })
-	require.Equal(t, consumer.StateBlocked, c.Status().Partitions[0].State)
-	broken.Store(false)
-	h.waitState(c, consumer.StateRunning)
-	h.waitEffects(17)
-	cancel()
-	require.NoError(t, ended())
 }
 
 // Property: Status has the position, the lag and the epoch of a partition.
@@ -210,7 +134,7 @@ func TestStatusCountsWhatIsBehind(t *testing.T) {
 		return effect(ctx, tx, msg)
 	}), func(cfg *consumer.Config) { cfg.BatchMax = 1 })
 	h.produce("1", "bad", "slow", "4", "5")
-	cancel, ended := h.begin(t.Context(), c)
+	_, stop := h.begin(t.Context(), c)
 	<-started
 	var p consumer.PartitionStatus
 	h.wait("counted", func() bool {
@@ -231,8 +155,7 @@ func TestStatusCountsWhatIsBehind(t *testing.T) {
 		return h.logged("message cannot be handled and is parked") == 2
 	})
 	h.exec(`DELETE FROM effectonce.parked_messages`)
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 }
 
 // ask asks the readiness handler.
@@ -259,7 +182,7 @@ func TestReadyWhileInTheGroup(t *testing.T) {
 	require.Equal(t, "stopped", body["phase"])
 
 	h.produce(secret)
-	cancel, ended := h.begin(t.Context(), c)
+	_, stop := h.begin(t.Context(), c)
 	require.Contains(t, h.waitState(c, consumer.StateBlocked).Err, secret, "the test's own premise")
 	code, body, text := ask(t, c)
 	require.Equal(t, http.StatusOK, code)
@@ -273,8 +196,7 @@ func TestReadyWhileInTheGroup(t *testing.T) {
 	code, _, text = ask(t, c)
 	require.Equal(t, http.StatusOK, code)
 	require.Contains(t, text, `"state":"halted"`)
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 	code, body, _ = ask(t, c)
 	require.Equal(t, http.StatusServiceUnavailable, code)
 	require.NotEmpty(t, body["reason"])
@@ -287,52 +209,45 @@ func TestReadinessOfAReplica(t *testing.T) {
 	t.Run("the database does not answer", func(t *testing.T) {
 		t.Parallel()
 		h := newHarness(t, 1)
-		config := h.pool.Config()
-		config.ConnConfig.Host, config.ConnConfig.Port, config.ConnConfig.Fallbacks = "127.0.0.1", 1, nil
-		pool := pgtest.PoolOf(t, config)
-		c := h.makeAt(pool, kafkatest.Brokers(t), consumer.Each(effect), nil)
-		cancel, ended := h.begin(t.Context(), c)
+		pool := h.poolWith(func(config *pgxpool.Config) {
+			config.ConnConfig.Host, config.ConnConfig.Port, config.ConnConfig.Fallbacks = "127.0.0.1", 1, nil
+		})
+		c := h.makeOn(pool, consumer.Each(effect), nil)
+		_, stop := h.begin(t.Context(), c)
 		h.wait("it says what it waits for", func() bool { return c.Status().Err != "" })
 		code, body, text := ask(t, c)
 		require.Equal(t, http.StatusServiceUnavailable, code)
 		require.Equal(t, "starting", body["phase"])
 		require.NotContains(t, text, "127.0.0.1")
-		cancel()
-		require.NoError(t, ended())
+		require.NoError(t, stop())
 	})
 	t.Run("the group refuses", func(t *testing.T) {
 		t.Parallel()
-		h := newHarness(t, 1)
-		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+		h, fake := newFaked(t, 1)
 		var refused atomic.Int64
 		var open atomic.Bool
-		fake.ControlKey(int16(kmsg.JoinGroup), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
+		answer(fake, func(join *kmsg.JoinGroupRequest) kmsg.Response {
 			if open.Load() {
-				return nil, nil, false
+				return nil
 			}
 			refused.Add(1)
-			join, _ := request.(*kmsg.JoinGroupRequest)
 			response, _ := join.ResponseKind().(*kmsg.JoinGroupResponse)
 			response.ErrorCode = kerr.GroupAuthorizationFailed.Code
-			return response, nil, true
+			return response
 		})
-		c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
-		cancel, ended := h.begin(t.Context(), c)
+		c, stop := h.start(consumer.Each(effect), nil)
 		h.wait("refused", func() bool { return refused.Load() > 1 })
 		code, body, _ := ask(t, c)
 		require.Equal(t, http.StatusServiceUnavailable, code)
 		require.Equal(t, "joining", body["phase"])
 		open.Store(true)
 		h.wait("ready", func() bool { return c.Status().Phase == consumer.PhaseConsuming })
-		cancel()
-		require.NoError(t, ended())
+		require.NoError(t, stop())
 	})
 	t.Run("it has to join anew", func(t *testing.T) {
 		t.Parallel()
 		h := newHarness(t, 1)
-		c := h.make(consumer.Each(effect), func(cfg *consumer.Config) { cfg.RetryMin, cfg.RetryMax = time.Minute, time.Minute })
-		cancel, ended := h.begin(t.Context(), c)
+		c, stop := h.start(consumer.Each(effect), func(cfg *consumer.Config) { cfg.RetryMin, cfg.RetryMax = time.Minute, time.Minute })
 		h.produce("1")
 		h.waitEffects(1)
 		require.Equal(t, consumer.PhaseConsuming, c.Status().Phase)
@@ -341,8 +256,7 @@ func TestReadinessOfAReplica(t *testing.T) {
 		require.Equal(t, consumer.PhaseJoining, status.Phase)
 		require.Contains(t, status.Err, errBad.Error())
 		require.Empty(t, status.Partitions)
-		cancel()
-		require.NoError(t, ended())
+		require.NoError(t, stop())
 	})
 	t.Run("no partition is left for it", func(t *testing.T) {
 		t.Parallel()
@@ -363,9 +277,9 @@ func TestReadinessOfAReplica(t *testing.T) {
 func TestStatusForgetsAReleasedMessage(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	h.produceAll("a")
+	h.produce("a")
 	var turn atomic.Int32
-	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	c, stop := h.start(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		switch turn.Add(1) {
 		case 1, 3:
 			return consumer.Permanent(errBad)
@@ -375,15 +289,13 @@ func TestStatusForgetsAReleasedMessage(t *testing.T) {
 		}
 		return effect(ctx, tx, msg)
 	}), func(c *consumer.Config) { c.ParkShareMax, c.RetryMin, c.RetryMax = 1, time.Hour, time.Hour })
-	cancel, ended := h.begin(t.Context(), c)
 	h.waitParked("permanent")
 	h.retry()
 	h.wait("parked again", func() bool {
 		return turn.Load() == 3 && h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
 	})
 	h.wait("nothing is wrong", func() bool { return c.Status().Partitions[0].Err == "" })
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 }
 
 // asking asks for the status whenever something is logged.
@@ -404,18 +316,15 @@ func (a asking) Handle(ctx context.Context, r slog.Record) error {
 func TestLoggerMayAskForTheStatus(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	h.produceAll("a")
-	stop := h.run(consumer.Each(effect), nil)
-	h.wait("position", func() bool { return h.position() == 1 })
-	require.NoError(t, stop())
+	h.produce("a")
+	h.untilHandled(1, h.run(consumer.Each(effect), nil))
 	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 1000`) // the topic has lost its end
 	var known atomic.Pointer[consumer.Consumer]
 	c := h.make(consumer.Each(effect), func(c *consumer.Config) {
 		c.Logger = slog.New(asking{slog.NewTextHandler(h.log, nil), &known})
 	})
 	known.Store(c)
-	cancel, ended := h.begin(t.Context(), c)
+	_, stop := h.begin(t.Context(), c)
 	h.wait("it says so", func() bool { return h.logged("partition halts") > 0 })
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 }

@@ -15,13 +15,13 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
-	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // Property: two holders that take a partition from each other back off: in ten seconds there are a
@@ -35,12 +35,10 @@ func TestTwoHoldersDoNotTakeAPartitionBackAndForth(t *testing.T) {
 			h := newHarness(t, 1)
 			const n = 2000
 			records := make([]*kgo.Record, n)
-			client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
-			defer client.Close()
 			for i := range records {
-				records[i] = &kgo.Record{Topic: h.topic, Value: []byte(fmt.Sprint(i)), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(fmt.Sprint(i))}}}
+				records[i] = &kgo.Record{Value: []byte(fmt.Sprint(i)), Headers: newID()}
 			}
-			require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
+			h.produceRecords(records...)
 			settings := func(c *consumer.Config) { c.BatchMax, c.Order = 1, order }
 			slow := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 				if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.02)`); err != nil { // there is work for as long as the test observes
@@ -50,10 +48,7 @@ func TestTwoHoldersDoNotTakeAPartitionBackAndForth(t *testing.T) {
 			})
 			stop := h.run(slow, settings)
 			h.wait("the first holder works", func() bool { return h.number(`SELECT count(*) FROM effects`) > 10 })
-			cfg := consumer.Config{Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond}
-			settings(&cfg)
-			other, err := consumer.New(h.pool, nil, slow, cfg)
-			require.NoError(t, err)
+			other := h.make(slow, settings)
 			const epochs = `SELECT max(epoch) FROM effectonce.consumer_positions`
 			before, begun := h.number(epochs), time.Now()
 			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -79,16 +74,13 @@ func TestTwoHoldersDoNotTakeAPartitionBackAndForth(t *testing.T) {
 // follows, and the member stays in its group. Row C13 of guarantees.md.
 func TestRefusedCommitIsMadeAgain(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	h, fake := newFaked(t, 1)
 	var refused, joined atomic.Int64
-	fake.ControlKey(int16(kmsg.OffsetCommit), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		commit, ok := request.(*kmsg.OffsetCommitRequest)
-		if !ok || refused.Add(1) > 1 {
-			return nil, nil, false
+	answer(fake, func(commit *kmsg.OffsetCommitRequest) kmsg.Response {
+		if refused.Add(1) > 1 {
+			return nil
 		}
-		answer, _ := commit.ResponseKind().(*kmsg.OffsetCommitResponse)
+		response, _ := commit.ResponseKind().(*kmsg.OffsetCommitResponse)
 		for _, topic := range commit.Topics {
 			of := kmsg.NewOffsetCommitResponseTopic()
 			of.Topic, of.TopicID = topic.Topic, topic.TopicID
@@ -97,26 +89,20 @@ func TestRefusedCommitIsMadeAgain(t *testing.T) {
 				p.Partition, p.ErrorCode = partition.Partition, kerr.StaleMemberEpoch.Code
 				of.Partitions = append(of.Partitions, p)
 			}
-			answer.Topics = append(answer.Topics, of)
+			response.Topics = append(response.Topics, of)
 		}
-		return answer, nil, true
+		return response
 	})
-	fake.ControlKey(int16(kmsg.JoinGroup), func(kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
+	answer(fake, func(*kmsg.JoinGroupRequest) kmsg.Response {
 		joined.Add(1)
-		return nil, nil, false
+		return nil
 	})
-	client := kafkatest.ClientAt(t, fake.ListenAddrs())
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte("0")}).FirstErr())
-	_, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, consumer.Each(effect), nil)
+	h.produce("0")
+	stop := h.run(consumer.Each(effect), nil)
 	h.waitEffects(1)
 	h.wait("it is refused", func() bool { return refused.Load() > 0 })
 	before := joined.Load()
-	h.wait("the group's offset", func() bool {
-		offsets, err := kadm.NewClient(client).FetchOffsets(t.Context(), h.topic)
-		found, ok := offsets.Lookup(h.topic, 0)
-		return err == nil && ok && found.At == 1
-	})
+	testwait.Equal(t, 1, "the group's offset", h.committed)
 	require.Equal(t, before, joined.Load(), "it did not join again")
 	require.NoError(t, stop())
 }
@@ -126,28 +112,22 @@ func TestRefusedCommitIsMadeAgain(t *testing.T) {
 // further message arrives. Row C32 of guarantees.md.
 func TestRunningConsumerFollowsTheDatabaseBack(t *testing.T) {
 	t.Parallel()
-	for lost, epochs := range map[string]int{"commits": 0, "commits and the takeover": 1} {
-		t.Run(lost, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			for i := range 10 {
-				h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
-			}
-			stop := h.run(consumer.Each(effect), nil)
-			h.waitEffects(10)
-			h.exec(fmt.Sprintf(`WITH lost AS (DELETE FROM effects WHERE n > 4 RETURNING message_id), unclaimed AS (
-				DELETE FROM effectonce.processed_messages WHERE message_id IN (SELECT message_id FROM lost))
-				UPDATE effectonce.consumer_positions SET next_offset = 4, epoch = epoch - %d`, epochs))
-			want := 10
-			if epochs == 0 {
-				h.produceAs("10", "10")
-				want = 11
-			}
-			h.waitEffects(want)
-			require.NoError(t, stop())
-			require.Contains(t, h.log.String(), "lost commits")
-		})
-	}
+	each(t, map[string]int{"commits": 0, "commits and the takeover": 1}, func(t *testing.T, h *harness, _ string, epochs int) {
+		t.Helper()
+		h.produce(numbered(10)...)
+		stop := h.run(consumer.Each(effect), nil)
+		h.waitEffects(10)
+		h.exec(fmt.Sprintf(`WITH lost AS (DELETE FROM effects WHERE n > 4 RETURNING message_id), unclaimed AS (
+			DELETE FROM effectonce.processed_messages WHERE message_id IN (SELECT message_id FROM lost))
+			UPDATE effectonce.consumer_positions SET next_offset = 4, epoch = epoch - %d`, epochs))
+		want := 10
+		if epochs == 0 {
+			h.produceAs("10", "10")
+			want = 11
+		}
+		h.untilEffects(want, stop)
+		require.Contains(t, h.log.String(), "lost commits")
+	})
 }
 
 func deleteRecords(t *testing.T, topic string, before int64) {
@@ -165,21 +145,13 @@ func deleteRecords(t *testing.T, topic string, before int64) {
 func TestDeletedRecordsHaltThePartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
-	for _, v := range []string{"0", "1", "2", "3", "4"} {
-		h.produceAs(v, v)
-	}
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.BatchMax = 1 })
-	h.waitEffects(5)
-	require.NoError(t, stop())
-	for _, v := range []string{"5", "6", "7"} {
-		h.produceAs(v, v)
-	}
+	h.produce("0", "1", "2", "3", "4")
+	h.untilEffects(5, h.run(consumer.Each(effect), func(c *consumer.Config) { c.BatchMax = 1 }))
+	h.produce("5", "6", "7")
 	deleteRecords(t, h.topic, 7)
 
-	stop = h.run(consumer.Each(effect), nil)
-	h.wait("trouble", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%records 5 to 6 %were deleted%resume-at --group%'`) == 1
-	})
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%records 5 to 6 %were deleted%resume-at --group%'`)
 	h.wait("said", func() bool { return strings.Contains(h.log.String(), "partition halts") })
 	require.NoError(t, stop())
 	require.Len(t, h.values(), 5)
@@ -187,8 +159,7 @@ func TestDeletedRecordsHaltThePartition(t *testing.T) {
 	h.resumeAt(-2)
 	stop = h.run(consumer.Each(effect), nil)
 	h.waitEffects(6)
-	h.wait("position", func() bool { return h.position() == 8 })
-	require.NoError(t, stop())
+	h.untilHandled(8, stop)
 	require.Equal(t, "7", h.values()[5])
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NOT NULL`))
 }
@@ -206,20 +177,15 @@ func TestLostEndHaltsThePartition(t *testing.T) {
 			change = nil
 		}
 		h.produceAs("0", "0")
-		stop := h.run(consumer.Each(effect), change)
-		h.waitEffects(1)
-		require.NoError(t, stop())
+		h.untilEffects(1, h.run(consumer.Each(effect), change))
 		h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`) // as if a hundred had been there
-		stop = h.run(consumer.Each(effect), change)
-		h.wait("trouble", func() bool {
-			return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%lost its end%outbox-relay consumer resume-at --group%'`) == 1
-		})
+		stop := h.run(consumer.Each(effect), change)
+		h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%lost its end%outbox-relay consumer resume-at --group%'`)
 		require.Len(t, h.values(), 1)
 
 		h.produceAs("1", "1")
 		h.resumeAt(1)
-		h.waitEffects(2)
-		require.NoError(t, stop())
+		h.untilEffects(2, stop)
 		require.Equal(t, []string{"0", "1"}, h.values())
 		require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NULL AND resume_at IS NULL AND next_offset = 2`))
 	})
@@ -238,33 +204,22 @@ func (h *harness) resumeAt(at int64) {
 func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	for i := range 6 {
-		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
-	}
+	h.produce(numbered(6)...)
 	// The commit of another program, which is behind the order.
 	h.rewind(0, "")
-	stop := h.run(consumer.Each(effect), byPosition)
-	h.waitEffects(6)
-	require.NoError(t, stop())
+	h.untilEffects(6, h.run(consumer.Each(effect), byPosition))
 
 	h.resumeAt(4)
-	stop = h.run(consumer.Each(effect), byPosition)
-	h.waitEffects(8)
-	require.NoError(t, stop())
+	h.untilEffects(8, h.run(consumer.Each(effect), byPosition))
 	require.Equal(t, []string{"4", "5"}, h.values()[6:])
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE resume_at IS NULL AND next_offset = 6 AND handled_from = 0`))
 
-	for i := range 4 {
-		h.produceAs(fmt.Sprint(6+i), fmt.Sprint(6+i))
-	}
+	h.produce("6", "7", "8", "9")
 	h.resumeAt(-1)
-	stop = h.run(consumer.Each(effect), byPosition)
-	h.wait("at the end", func() bool { return h.position() == 10 })
-	require.NoError(t, stop())
-	stop = h.run(consumer.Each(effect), byPosition)
+	h.untilHandled(10, h.run(consumer.Each(effect), byPosition))
+	stop := h.run(consumer.Each(effect), byPosition)
 	h.produceAs("10", "10")
-	h.waitEffects(9)
-	require.NoError(t, stop())
+	h.untilEffects(9, stop)
 	require.Equal(t, "10", h.values()[8])
 	require.Equal(t, 10, h.handledFrom())
 }
@@ -275,7 +230,7 @@ func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), func(c *consumer.Config) {
+	c, stop := h.start(consumer.Each(effect), func(c *consumer.Config) {
 		c.Dedup, c.BatchMax, c.Logger = consumer.DedupByPosition, 7, slog.New(slog.NewTextHandler(slowLog{h.log}, nil))
 	})
 	const rounds, each = 12, 400
@@ -289,8 +244,7 @@ func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
 		h.wait("some of the round", func() bool { return h.position() > round*each })
 		consumer.Retake(t.Context(), c, h.topic, 0)
 	}
-	h.waitEffects(rounds * each)
-	require.NoError(t, stop())
+	h.untilEffects(rounds*each, stop)
 	require.Equal(t, want, h.values())
 }
 
@@ -327,15 +281,15 @@ func TestRecordsInHandAreFetchedAgain(t *testing.T) {
 			})
 		}
 	})
-	c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(hook)}, consumer.Each(effect), byPosition)
+	h.kafka = []kgo.Opt{kgo.WithHooks(hook)}
+	c, stop := h.start(consumer.Each(effect), byPosition)
 	h.waitEffects(3)
 	h.produce("3")
 	<-polled
 	h.resumeAt(1)
 	consumer.Retake(t.Context(), c, h.topic, 0)
 	close(moved)
-	h.waitEffects(6)
-	require.NoError(t, stop())
+	h.untilEffects(6, stop)
 	require.Equal(t, []string{"0", "1", "2", "1", "2", "3"}, h.values())
 }
 
@@ -354,7 +308,7 @@ func TestPausedTopicIsNotConsumed(t *testing.T) {
 	}
 	h.produce("0")
 	pause()
-	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), func(c *consumer.Config) { c.Topics = append(c.Topics, other) })
+	c, stop := h.start(consumer.Each(effect), func(c *consumer.Config) { c.Topics = append(c.Topics, other) })
 	state := func(want string) {
 		h.wait(want, func() bool { return consumer.State(c, h.topic, 0) == want })
 	}
@@ -374,8 +328,7 @@ func TestPausedTopicIsNotConsumed(t *testing.T) {
 	mark("other 1")
 	h.waitEffects(3)
 	h.exec(`DELETE FROM effectonce.consumer_pauses`)
-	h.waitEffects(4)
-	require.NoError(t, stop())
+	h.untilEffects(4, stop)
 	require.Equal(t, []string{"other 0", "0", "other 1", "1"}, h.values())
 }
 
@@ -384,28 +337,19 @@ func TestPausedTopicIsNotConsumed(t *testing.T) {
 func TestOtherNameWaitsForWhatIsLeft(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	h.produceKeyed("k:0", "k:1")
+	h.produceKeyed("k:bad", "k:1")
 	var fine atomic.Bool
-	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if string(msg.Value) == "k:0" && !fine.Load() {
-			return consumer.RetryAfter(2*time.Second, errBad)
-		}
-		return effect(ctx, tx, msg)
-	})
+	handler := failingWith(consumer.RetryAfter(2*time.Second, errBad), &fine)
 	stop := h.run(handler, nil)
 	h.wait("parked", func() bool { return len(h.parked()) == 2 })
 	require.NoError(t, stop())
 	renamed := func(c *consumer.Config) { c.Name = "renamed-" + h.topic }
 	require.ErrorContains(t, h.make(handler, renamed).Run(t.Context()), h.topic+"/"+h.topic)
 	fine.Store(true)
-	stop = h.run(handler, nil)
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.untilEffects(2, h.run(handler, nil))
 	h.produceKeyed("k:2")
-	stop = h.run(handler, renamed)
-	h.waitEffects(3)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"k:0", "k:1", "k:2"}, h.values())
+	h.untilEffects(3, h.run(handler, renamed))
+	require.Equal(t, []string{"k:bad", "k:1", "k:2"}, h.values())
 }
 
 // Property: a position beyond the end of the topic, as Kafka said it before the position was locked, is no

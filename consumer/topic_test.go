@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"runtime"
 	"strings"
 	"sync/atomic"
@@ -31,15 +30,14 @@ func TestTopicsDoNotShareIDs(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	other := kafkatest.Topic(t, 1)
-	id := []kgo.RecordHeader{{Key: "message-id", Value: []byte("01890000-0000-7000-8000-000000000000")}}
+	id := headers("message-id=01890000-0000-7000-8000-000000000000")
 	client := kafkatest.Client(t)
 	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: other, Value: []byte("attacker"), Headers: id}).FirstErr())
 	forever := func(c *consumer.Config) { c.Topics, c.Forever = []string{h.topic, other}, true }
 	stop := h.run(consumer.Each(effect), forever)
 	h.waitEffects(1)
-	h.produceRecord(&kgo.Record{Value: []byte("honest"), Headers: id})
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.produceRecords(&kgo.Record{Value: []byte("honest"), Headers: id})
+	h.untilEffects(2, stop)
 }
 
 // Property: when Kafka has forgotten the offsets of the group, it continues at the database's
@@ -48,20 +46,16 @@ func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produce("0", "1", "2")
-	stop := h.run(consumer.Each(effect), nil)
-	h.waitEffects(3)
-	require.NoError(t, stop())
+	h.untilEffects(3, h.run(consumer.Each(effect), nil))
 	h.wait("group deleted", func() bool {
 		deleted, err := kadm.NewClient(kafkatest.Client(t)).DeleteGroup(t.Context(), h.topic)
 		return err == nil && deleted.Err == nil
 	})
 	h.produce("3")
 	var again atomic.Int64
-	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
+	h.untilEffects(4, h.run(consumer.Each(effect), func(c *consumer.Config) {
 		c.Hooks.Processed = func(p consumer.Processed) { again.Add(int64(p.Duplicates)) }
-	})
-	h.waitEffects(4)
-	require.NoError(t, stop())
+	}))
 	require.Zero(t, again.Load(), "nothing was redelivered")
 }
 
@@ -72,8 +66,9 @@ func TestRecreatedTopicStartsAnew(t *testing.T) {
 	bothModes(t, "running", func(t *testing.T, running bool) {
 		t.Helper()
 		h := newHarness(t, 1)
+		h.kafka = quick()
 		h.produce("a0", "a1", "a2")
-		stop := h.runWith(h.pool, quick(), consumer.Each(effect), nil)
+		stop := h.run(consumer.Each(effect), nil)
 		h.waitEffects(3)
 		if !running {
 			require.NoError(t, stop())
@@ -82,10 +77,9 @@ func TestRecreatedTopicStartsAnew(t *testing.T) {
 		// More than there were before: the old position is within the new topic.
 		h.produce("b0", "b1", "b2", "b3", "b4")
 		if !running {
-			stop = h.runWith(h.pool, quick(), consumer.Each(effect), nil)
+			stop = h.run(consumer.Each(effect), nil)
 		}
-		h.waitEffects(8)
-		require.NoError(t, stop())
+		h.untilEffects(8, stop)
 		require.Equal(t, 5, h.position())
 	})
 }
@@ -95,14 +89,14 @@ func TestRecreatedTopicStartsAnew(t *testing.T) {
 func TestAddedPartitionsAreConsumed(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
+	h.kafka = quick()
 	h.produce("0")
-	stop := h.runWith(h.pool, quick(), consumer.Each(effect), nil)
+	stop := h.run(consumer.Each(effect), nil)
 	h.waitEffects(1)
 	added, err := kadm.NewClient(kafkatest.Client(t)).UpdatePartitions(t.Context(), 3, h.topic)
 	require.NoError(t, errors.Join(err, added.Error()))
 	h.produceTo(2, "1")
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	h.untilEffects(2, stop)
 }
 
 // Property: a message that grows a thousandfold when it is decompressed is parked by reference, in
@@ -117,8 +111,7 @@ func TestDecompressionBombIsParked(t *testing.T) { //nolint:paralleltest // it m
 	h.produceKeyed("a:1")
 	stop := h.run(consumer.Each(effect), nil)
 	h.waitParked("too_large")
-	h.waitEffects(1)
-	require.NoError(t, stop())
+	h.untilEffects(1, stop)
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE payload IS NULL AND key = 'k'`))
 	var memory runtime.MemStats
 	runtime.ReadMemStats(&memory)
@@ -137,12 +130,12 @@ func TestForgedHeadersAreIgnored(t *testing.T) {
 	} {
 		forged = append(forged, kgo.RecordHeader{Key: name, Value: bytes.Repeat([]byte{0x7f}, 8)})
 	}
-	h.produceRecord(&kgo.Record{Value: []byte("forged"), Headers: forged})
+	h.produceRecords(&kgo.Record{Value: []byte("forged"), Headers: forged})
 	many := make([]kgo.RecordHeader, 1001)
 	for i := range many {
 		many[i].Key = fmt.Sprint(i)
 	}
-	h.produceRecord(&kgo.Record{Value: []byte("many"), Headers: many})
+	h.produceRecords(&kgo.Record{Value: []byte("many"), Headers: many})
 	stop := h.run(consumer.Each(effect), nil)
 	h.waitEffects(1)
 	h.waitParked("invalid")
@@ -157,8 +150,8 @@ func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
 	h := newHarness(t, 1)
 	value := strings.Repeat("x", 999_500) // too large with the headers of a dead letter
 	known := consumer.Header{Name: "odd value", Value: []byte{0xff, 0}}
-	h.produceRecord(&kgo.Record{Key: []byte("a"), Value: []byte(value), Headers: []kgo.RecordHeader{{Key: known.Name, Value: known.Value}}})
-	h.produceRecord(&kgo.Record{Key: []byte("b"), Headers: []kgo.RecordHeader{{Key: known.Name, Value: known.Value}, {Key: "\xff\x00"}, {Key: "\x00"}}})
+	h.produceRecords(&kgo.Record{Key: []byte("a"), Value: []byte(value), Headers: []kgo.RecordHeader{{Key: known.Name, Value: known.Value}}})
+	h.produceRecords(&kgo.Record{Key: []byte("b"), Headers: []kgo.RecordHeader{{Key: known.Name, Value: known.Value}, {Key: "\xff\x00"}, {Key: "\x00"}}})
 	var called atomic.Int32
 	stop := h.run(consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		called.Add(1)
@@ -171,72 +164,46 @@ func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
 	// After a retry they have the headers that could be stored.
 	h.retry()
 	var headers []consumer.Header
-	stop = h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	h.untilEffects(2, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		headers = append(headers, msg.Headers...)
 		return effect(ctx, tx, msg)
-	}), nil)
-	h.waitEffects(2)
-	require.NoError(t, stop())
+	}), nil))
 	require.Equal(t, []consumer.Header{known, known}, headers)
 }
 
 // Property: a client that stopped returning records is replaced. Row C13 of guarantees.md.
 func TestStuckClientIsReplaced(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	h, fake := newFaked(t, 1)
 	var stuck atomic.Bool
 	var starved atomic.Int64
-	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
+	answer(fake, func(fetch *kmsg.FetchRequest) kmsg.Response {
 		if !stuck.Load() {
-			return nil, nil, false
+			return nil
 		}
 		starved.Add(1)
-		fetch, _ := request.(*kmsg.FetchRequest)
-		return fetch.ResponseKind(), nil, true // nothing, as from a broker that lost the session
+		return fetch.ResponseKind() // nothing, as from a broker that lost the session
 	})
-	client := kafkatest.ClientAt(t, fake.ListenAddrs())
-	produce := func(value string) {
-		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte(value)}).FirstErr())
-	}
-	produce("0")
-	cfg := consumer.Config{
-		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
-		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
-	}
-	c, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, consumer.Each(effect), cfg)
-	require.NoError(t, err)
-	consumer.LookEvery(c, 200*time.Millisecond)
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- c.Run(ctx) }()
+	h.produce("0")
+	h.tune = func(c *consumer.Consumer) { consumer.LookEvery(c, 200*time.Millisecond) }
+	stop := h.run(consumer.Each(effect), nil)
 	h.waitEffects(1)
-	h.wait("seen at its end", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE caught_up_at IS NOT NULL`) == 1
-	})
+	h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE caught_up_at IS NOT NULL`)
 	stuck.Store(true)
 	h.wait("no fetch is under way that could bring it", func() bool { return starved.Load() > 1 })
-	produce("1")
+	h.produce("1")
 	h.wait("replaced", func() bool { return strings.Contains(h.log.String(), "do not arrive") })
 	stuck.Store(false)
-	h.waitEffects(2)
-	cancel()
-	require.NoError(t, <-done)
+	h.untilEffects(2, stop)
 }
 
-// leaderless is a kfake whose partition 1 does not answer where it begins and ends, as without a
-// leader.
-func leaderless(t *testing.T, topic string) (fake *kfake.Cluster, broken *atomic.Bool) {
-	t.Helper()
-	fake = kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, topic))
+// leaderless makes partition 1 of a kfake not answer where it begins and ends, as without a leader.
+func leaderless(fake *kfake.Cluster) (broken *atomic.Bool) {
 	broken = &atomic.Bool{}
 	broken.Store(true)
-	fake.ControlKey(int16(kmsg.ListOffsets), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		asked, _ := request.(*kmsg.ListOffsetsRequest)
+	answer(fake, func(asked *kmsg.ListOffsetsRequest) kmsg.Response {
 		if !broken.Load() || !asksFor(asked, 1) {
-			return nil, nil, false
+			return nil
 		}
 		response, _ := asked.ResponseKind().(*kmsg.ListOffsetsResponse)
 		for _, topic := range asked.Topics {
@@ -252,9 +219,9 @@ func leaderless(t *testing.T, topic string) (fake *kfake.Cluster, broken *atomic
 			}
 			response.Topics = append(response.Topics, answer)
 		}
-		return response, nil, true
+		return response
 	})
-	return fake, broken
+	return broken
 }
 
 func asksFor(request *kmsg.ListOffsetsRequest, partition int32) bool {
@@ -272,13 +239,11 @@ func asksFor(request *kmsg.ListOffsetsRequest, partition int32) bool {
 // begins when it has a leader; none of its messages is lost.
 func TestPartitionWithoutLeaderWaitsAlone(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake, broken := leaderless(t, h.topic)
-	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RecordPartitioner(kgo.ManualPartitioner()))
-	for partition, value := range []string{"0", "1"} {
-		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Partition: int32(partition), Value: []byte(value)}).FirstErr())
-	}
-	c, stop := h.start(fake.ListenAddrs(), consumer.Each(effect), nil)
+	h, fake := newFaked(t, 2)
+	broken := leaderless(fake)
+	h.produceEach(0, "0")
+	h.produceEach(1, "1")
+	c, stop := h.start(consumer.Each(effect), nil)
 	h.waitEffects(1)
 	require.Equal(t, []string{"0"}, h.values())
 	require.Equal(t, "running", consumer.State(c, h.topic, 0))
@@ -286,9 +251,8 @@ func TestPartitionWithoutLeaderWaitsAlone(t *testing.T) {
 	broken.Store(false)
 	h.waitEffects(2)
 	require.Equal(t, "running", consumer.State(c, h.topic, 1))
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Partition: 1, Value: []byte("2")}).FirstErr())
-	h.waitEffects(3)
-	require.NoError(t, stop())
+	h.produceEach(1, "2")
+	h.untilEffects(3, stop)
 	require.Equal(t, []string{"0", "1", "2"}, h.values())
 }
 
@@ -298,9 +262,8 @@ func TestMissingTopic(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	missing := kafkatest.UnusedTopic(t)
-	c, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic, missing}})
-	require.NoError(t, err)
-	err = c.Run(t.Context())
+	c := h.make(consumer.Each(effect), func(c *consumer.Config) { c.Topics = append(c.Topics, missing) })
+	err := c.Run(t.Context())
 	require.ErrorIs(t, err, consumer.ErrUnknownTopic)
 	require.ErrorContains(t, err, missing)
 	require.NotContains(t, err.Error(), h.topic+",")
@@ -309,16 +272,14 @@ func TestMissingTopic(t *testing.T) {
 // Property: a topic that the consumer may not read does not count as missing: Run does not end.
 func TestForbiddenTopicIsNoMissingOne(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	h, fake := newFaked(t, 1)
+	h.kafka = quick()
 	var forbidden atomic.Bool
 	forbidden.Store(true)
 	var refused atomic.Int64
-	fake.ControlKey(int16(kmsg.Metadata), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		asked, _ := request.(*kmsg.MetadataRequest)
+	answer(fake, func(asked *kmsg.MetadataRequest) kmsg.Response {
 		if !forbidden.Load() || len(asked.Topics) == 0 {
-			return nil, nil, false
+			return nil
 		}
 		refused.Add(1)
 		response, _ := asked.ResponseKind().(*kmsg.MetadataResponse)
@@ -327,13 +288,11 @@ func TestForbiddenTopicIsNoMissingOne(t *testing.T) {
 			answer.Topic, answer.TopicID, answer.ErrorCode = topic.Topic, topic.TopicID, kerr.TopicAuthorizationFailed.Code
 			response.Topics = append(response.Topics, answer)
 		}
-		return response, nil, true
+		return response
 	})
-	client := kafkatest.ClientAt(t, fake.ListenAddrs())
-	_, stop := h.startWith(h.pool, append(quick(), kgo.SeedBrokers(fake.ListenAddrs()...)), consumer.Each(effect), nil)
+	stop := h.run(consumer.Each(effect), nil)
 	h.wait("refused to the session, too", func() bool { return refused.Load() > 2 })
 	forbidden.Store(false)
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte("0")}).FirstErr())
-	h.waitEffects(1)
-	require.NoError(t, stop())
+	h.produce("0")
+	h.untilEffects(1, stop)
 }

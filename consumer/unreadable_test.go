@@ -14,9 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
@@ -61,7 +59,7 @@ func TestBatchThatInflatesHaltsItsPartition(t *testing.T) { //nolint:paralleltes
 			runtime.ReadMemStats(&before)
 			c := h.make(consumer.Each(effect), func(cfg *consumer.Config) { cfg.MessageBytesMax = 1 << 20 })
 			consumer.LookEvery(c, 20*time.Second) // above what inflating takes on a slow machine
-			cancel, ended := h.begin(t.Context(), c)
+			_, stop := h.begin(t.Context(), c)
 			h.waitEffects(51)
 			found := h.waitState(c, consumer.StateHalted)
 			runtime.ReadMemStats(&after)
@@ -73,9 +71,7 @@ func TestBatchThatInflatesHaltsItsPartition(t *testing.T) { //nolint:paralleltes
 				require.Contains(t, found.Err, said)
 				// The state changes first, then the log and the row follow.
 				h.wait("the log", func() bool { return strings.Contains(h.log.String(), said) })
-				h.wait("trouble", func() bool {
-					return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE partition = 0 AND position($1 IN trouble) > 0`, said) == 1
-				})
+				h.waitNumber(1, `SELECT count(*) FROM effectonce.consumer_positions WHERE partition = 0 AND position($1 IN trouble) > 0`, said)
 			}
 			require.Equal(t, 50, h.position())
 			h.produceEach(1, "still")
@@ -87,8 +83,7 @@ func TestBatchThatInflatesHaltsItsPartition(t *testing.T) { //nolint:paralleltes
 			h.waitEffects(53)
 			h.waitState(c, consumer.StateRunning)
 			require.Equal(t, 1, h.number(`SELECT count(*) FROM effects WHERE value = 'behind'`))
-			cancel()
-			require.NoError(t, ended())
+			require.NoError(t, stop())
 		})
 	}
 }
@@ -99,10 +94,10 @@ func TestBatchIsReadWithALargerBound(t *testing.T) { //nolint:paralleltest // it
 	kafkatest.Configure(t, h.topic, "max.message.bytes", "100000000")
 	h.bomb(kgo.ZstdCompression(), 65<<20)
 	h.produceEach(0, "behind")
-	stop := h.runWith(h.pool, []kgo.Opt{kgo.MaxDecompressBatchBytes(80 << 20)}, consumer.Each(effect), func(cfg *consumer.Config) { cfg.MessageBytesMax = 1 << 20 })
+	h.kafka = []kgo.Opt{kgo.MaxDecompressBatchBytes(80 << 20)}
+	stop := h.run(consumer.Each(effect), func(cfg *consumer.Config) { cfg.MessageBytesMax = 1 << 20 })
 	h.waitParked("too_large")
-	h.waitEffects(1)
-	require.NoError(t, stop())
+	h.untilEffects(1, stop)
 }
 
 // damagedFetch answers a fetch with sound batches of records, and a damaged one behind them.
@@ -119,118 +114,93 @@ func damagedFetch(fetch *kmsg.FetchRequest, sound []byte) *kmsg.FetchResponse {
 	return response
 }
 
-// identified is a record with an ID.
-func identified(topic, value string) *kgo.Record {
-	return &kgo.Record{Topic: topic, Value: []byte(value), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.NewString())}}}
-}
-
 // Property: the partition of records that stay damaged halts, and none is skipped.
 func TestDamagedRecordsHaltTheirPartition(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
-	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
-	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "first")).FirstErr())
+	h, fake := newFaked(t, 1)
+	h.produce("first")
 	var damaged atomic.Int32
-	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		fetch := request.(*kmsg.FetchRequest)
+	answer(fake, func(fetch *kmsg.FetchRequest) kmsg.Response {
 		if len(fetch.Topics) == 0 {
-			return nil, nil, false
+			return nil
 		}
 		damaged.Add(1)
-		return damagedFetch(fetch, nil), nil, true
+		return damagedFetch(fetch, nil)
 	})
-	c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
-	cancel, ended := h.begin(t.Context(), c)
+	c, stop := h.start(consumer.Each(effect), nil)
 	found := h.waitState(c, consumer.StateHalted)
 	require.Contains(t, found.Err, "cannot be read")
 	require.Contains(t, found.Err, "crc")
 	require.Zero(t, h.number(`SELECT count(*) FROM effects`))
 	require.LessOrEqual(t, damaged.Load(), int32(20), "it does not ask without a pause")
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 }
 
 // Property: however often records are damaged in transit, their partition does not halt if each can
 // be read again.
 func TestDamageInTransitNeverHalts(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
-	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
+	h, fake := newFaked(t, 1)
 	var damaged atomic.Int64 // the offsets before it were damaged, each in its first fetch
-	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		fetch := request.(*kmsg.FetchRequest)
+	answer(fake, func(fetch *kmsg.FetchRequest) kmsg.Response {
 		if len(fetch.Topics) == 0 || fetch.Topics[0].Partitions[0].FetchOffset < damaged.Load() {
-			return nil, nil, false
+			return nil
 		}
 		damaged.Store(fetch.Topics[0].Partitions[0].FetchOffset + 1)
-		return damagedFetch(fetch, nil), nil, true
+		return damagedFetch(fetch, nil)
 	})
-	c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
-	cancel, ended := h.begin(t.Context(), c)
+	stop := h.run(consumer.Each(effect), nil)
 	const records = 6
 	for i := range records {
-		require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, fmt.Sprint(i))).FirstErr())
+		h.produce(fmt.Sprint(i))
 		h.waitEffects(i + 1)
 	}
 	require.GreaterOrEqual(t, damaged.Load(), int64(records))
 	require.Zero(t, h.logged("partition halts"))
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 }
 
 // Property: sound records that arrive together with damaged ones are handled before their partition
 // halts.
 func TestRecordsBeforeDamagedOnesAreHandled(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
-	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
-	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "sound")).FirstErr())
+	h, fake := newFaked(t, 1)
+	h.produce("sound")
 	var sound atomic.Pointer[[]byte]
-	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		fetch := request.(*kmsg.FetchRequest)
+	answer(fake, func(fetch *kmsg.FetchRequest) kmsg.Response {
 		batches := sound.Load()
 		if len(fetch.Topics) == 0 || batches == nil {
-			return nil, nil, false
+			return nil
 		}
 		if fetch.Topics[0].Partitions[0].FetchOffset > 0 {
-			return damagedFetch(fetch, nil), nil, true
+			return damagedFetch(fetch, nil)
 		}
-		return damagedFetch(fetch, *batches), nil, true
+		return damagedFetch(fetch, *batches)
 	})
 	request := kmsg.NewPtrFetchRequest()
 	request.MaxBytes, request.MaxWaitMillis = 1<<20, 100
 	request.Topics = []kmsg.FetchRequestTopic{{Topic: h.topic, TopicID: fake.TopicInfo(h.topic).TopicID, Partitions: []kmsg.FetchRequestTopicPartition{kmsg.NewFetchRequestTopicPartition()}}}
 	request.Topics[0].Partitions[0].PartitionMaxBytes = 1 << 20
-	response, err := request.RequestWith(t.Context(), producer)
+	response, err := request.RequestWith(t.Context(), kafkatest.ClientAt(t, h.brokers))
 	require.NoError(t, err)
 	batches := response.Topics[0].Partitions[0].RecordBatches
 	require.NotEmpty(t, batches)
 	sound.Store(&batches)
 
-	c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
-	cancel, ended := h.begin(t.Context(), c)
+	c, stop := h.start(consumer.Each(effect), nil)
 	found := h.waitState(c, consumer.StateHalted)
 	require.Contains(t, found.Err, "crc")
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effects WHERE value = 'sound'`))
 	require.Equal(t, 1, h.position())
-	cancel()
-	require.NoError(t, ended())
+	require.NoError(t, stop())
 }
 
 // Property: a certificate that cannot be verified while a new leader is asked is no damage: nothing
 // halts, and the partition continues when the certificate is right.
 func TestWrongCertificatesAreNotDamage(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
-	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
-	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "first")).FirstErr())
+	h, fake := newFaked(t, 1)
+	h.produce("first")
 	known := fake.ListenAddrs()
 	var refused atomic.Int32
 	var wrong atomic.Bool
@@ -242,7 +212,8 @@ func TestWrongCertificatesAreNotDamage(t *testing.T) {
 		}
 		return (&net.Dialer{}).DialContext(ctx, network, address)
 	}
-	_, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(known...), kgo.Dialer(dial), kgo.MetadataMinAge(50 * time.Millisecond)}, consumer.Each(effect), nil)
+	h.kafka = []kgo.Opt{kgo.Dialer(dial), kgo.MetadataMinAge(50 * time.Millisecond)}
+	stop := h.run(consumer.Each(effect), nil)
 	h.waitEffects(1)
 	node, _, err := fake.AddNode(-1, 0)
 	require.NoError(t, err)
@@ -251,7 +222,7 @@ func TestWrongCertificatesAreNotDamage(t *testing.T) {
 		return refused.Load() > 3 && h.logged("fetch failed; will retry") > 0 && h.logged("certificate") > 0
 	})
 	wrong.Store(false)
-	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "second")).FirstErr())
+	h.produce("second")
 	h.waitEffects(2)
 	require.Zero(t, h.logged("cannot be read"))
 	require.NoError(t, stop())

@@ -16,7 +16,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // because a day may end during a test.
 func catalog(t *testing.T, conn *pgx.Conn, schema string) []string {
 	t.Helper()
-	rows, err := conn.Query(t.Context(), `
+	return pgtest.Column[string](t, conn, `
 WITH here AS (SELECT oid FROM pg_namespace WHERE nspname = $1),
 tables AS (
   SELECT c.* FROM pg_class c, here WHERE c.relnamespace = here.oid AND c.relname !~ '_[0-9]{8}(_pkey)?$'
@@ -40,10 +40,6 @@ lines AS (
   SELECT format('%s partitions of days', count(*)) FROM pg_class c, here WHERE c.relnamespace = here.oid AND c.relname ~ '_[0-9]{8}$'
 )
 SELECT regexp_replace(format, '\m' || $1 || '\M', '(schema)', 'g') FROM lines ORDER BY 1`, schema)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return lines
 }
 
 // installed returns the catalog of a database that was migrated in the usual way.

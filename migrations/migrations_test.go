@@ -32,9 +32,7 @@ func TestUpDownUp(t *testing.T) {
 	require.Equal(t, want, catalog(t, conn, "effectonce"))
 	pgtest.Exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
-	var rows int
-	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox").Scan(&rows))
-	require.Equal(t, 1, rows, "up to date already")
+	require.Equal(t, 1, pgtest.Count(t, conn, "SELECT count(*) FROM effectonce.outbox"), "up to date already")
 
 	all, err := migrations.All(migrations.Options{})
 	require.NoError(t, err)
@@ -93,57 +91,49 @@ func TestTenReplicasMigrateAtOnce(t *testing.T) {
 	}
 	conn := pgtest.Connect(t, address)
 	require.Equal(t, installed(t), catalog(t, conn, "effectonce"))
-	var versions int
-	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.schema_version").Scan(&versions))
-	require.Equal(t, 1, versions)
+	require.Equal(t, 1, pgtest.Count(t, conn, "SELECT count(*) FROM effectonce.schema_version"))
 }
 
 // Two schemas in one database are independent: neither refers to the other, rows written to one are
-// not in the other, and one can be removed without the other.
+// not in the other, and one can be removed without the other. S1: a name that is a word of SQL is a
+// name like any other.
 func TestTwoSchemasSideBySide(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.Database(t))
 	want := installed(t)
-	tenant := migrations.Options{Schema: "tenant_7"}
+	tenant := migrations.Options{Schema: "order"}
 	require.NoError(t, migrations.Up(t.Context(), conn, tenant))
+	require.NoError(t, migrations.Up(t.Context(), conn, tenant))
+	require.NoError(t, migrations.Check(t.Context(), conn, tenant))
 
-	lines := catalog(t, conn, "tenant_7")
+	lines := catalog(t, conn, "order")
 	for _, line := range lines {
 		require.NotContains(t, line, "effectonce.")
 	}
 	require.Len(t, lines, len(want))
-	pgtest.Exec(t, conn, `INSERT INTO tenant_7.outbox (topic) VALUES ('orders'), ('orders');
+	pgtest.Exec(t, conn, `INSERT INTO "order".outbox (topic) VALUES ('orders'), ('orders');
 		INSERT INTO effectonce.outbox (topic) VALUES ('orders');
-		INSERT INTO tenant_7.processed_messages VALUES (tenant_7.message_id('orders', '1'), 1, 0)`)
-	count := func(sql string) (n int) {
-		require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&n))
-		return n
-	}
-	assert.Equal(t, 2, count("SELECT max(seq) FROM tenant_7.outbox"))
-	assert.Equal(t, 1, count("SELECT max(seq) FROM effectonce.outbox"))
-	assert.Equal(t, 0, count("SELECT count(*) FROM effectonce.processed_messages"))
+		INSERT INTO "order".processed_messages VALUES ("order".message_id('orders', '1'), 1, 0)`)
+	assert.Equal(t, 2, pgtest.Count(t, conn, `SELECT max(seq) FROM "order".outbox`))
+	assert.Equal(t, 1, pgtest.Count(t, conn, "SELECT max(seq) FROM effectonce.outbox"))
+	assert.Equal(t, 0, pgtest.Count(t, conn, "SELECT count(*) FROM effectonce.processed_messages"))
 
 	require.NoError(t, migrations.To(t.Context(), conn, tenant, 0))
-	require.Equal(t, nothing, catalog(t, conn, "tenant_7"))
+	require.Equal(t, nothing, catalog(t, conn, "order"))
 	require.ErrorIs(t, migrations.Check(t.Context(), conn, tenant), migrations.ErrTooOld)
 	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
 	require.Equal(t, want, catalog(t, conn, "effectonce"))
-	assert.Equal(t, 1, count("SELECT count(*) FROM effectonce.outbox"))
+	assert.Equal(t, 1, pgtest.Count(t, conn, "SELECT count(*) FROM effectonce.outbox"))
 }
 
 // A role that may not create schemas can migrate one that its administrator created for it.
 func TestOwnerOfTheSchemaCanMigrate(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
-	role := newRole(t, conn)
-	pgtest.Exec(t, conn, "CREATE SCHEMA effectonce AUTHORIZATION "+role)
-	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+	becomeRole(t, conn, "CREATE SCHEMA effectonce AUTHORIZATION %s")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
-	var foreign int
-	err := conn.QueryRow(t.Context(), "SELECT count(*) FROM pg_tables WHERE schemaname = 'effectonce' AND tableowner <> $1", conn.Config().Database).Scan(&foreign)
-	require.NoError(t, err)
-	require.Zero(t, foreign)
+	require.Zero(t, pgtest.Count(t, conn, "SELECT count(*) FROM pg_tables WHERE schemaname = 'effectonce' AND tableowner <> $1", conn.Config().Database))
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
 }
 
@@ -151,9 +141,7 @@ func TestOwnerOfTheSchemaCanMigrate(t *testing.T) {
 func TestUpWithNothingToDoNeedsNoRights(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.Database(t))
-	role := newRole(t, conn)
-	pgtest.Exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT SELECT ON effectonce.schema_version TO "+role)
-	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+	becomeRole(t, conn, "GRANT USAGE ON SCHEMA effectonce TO %s; GRANT SELECT ON effectonce.schema_version TO %s")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 }
 
@@ -161,7 +149,7 @@ func TestUpWithNothingToDoNeedsNoRights(t *testing.T) {
 func TestRoleWithoutRightsIsTold(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
-	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
+	becomeRole(t, conn, "")
 	err := migrations.Up(t.Context(), conn, migrations.Options{})
 	require.ErrorContains(t, err, "create schema effectonce (the role needs CREATE on the database")
 	require.ErrorContains(t, err, "permission denied")
@@ -179,6 +167,13 @@ func newRole(t *testing.T, conn *pgx.Conn) string {
 		assert.NoError(t, err)
 	})
 	return role
+}
+
+// becomeRole continues as a new role, which has the rights that statements grant to %s.
+func becomeRole(t *testing.T, conn *pgx.Conn, grants string) {
+	t.Helper()
+	role := newRole(t, conn)
+	pgtest.Exec(t, conn, strings.ReplaceAll(grants, "%s", role)+"; SET SESSION AUTHORIZATION "+role)
 }
 
 // A standby, or a database that is read-only by its settings, is distinguished from a lack of
@@ -325,9 +320,7 @@ func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 	pgtest.Exec(t, holder, "ROLLBACK")
 	require.ErrorContains(t, migrations.Up(t.Context(), conn, limited(-1)), "LockWaitMax -1ns: want 0 (5m0s) or more")
 	require.NoError(t, migrations.Up(t.Context(), conn, next()))
-	var timeout string
-	require.NoError(t, conn.QueryRow(t.Context(), "SHOW lock_timeout").Scan(&timeout))
-	assert.Equal(t, "0", timeout, "the caller's session is as it was")
+	assert.Equal(t, "0", pgtest.Value[string](t, conn, "SHOW lock_timeout"), "the caller's session is as it was")
 }
 
 // A migration that a deadlock ended is retried, too.

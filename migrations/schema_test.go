@@ -53,21 +53,6 @@ func TestInSchemaReplacesWholeWords(t *testing.T) {
 		migrations.InSchema(sql, "tenant_7"))
 }
 
-// S1: a name that is a word of SQL is a name like any other.
-func TestReservedWordsAreSchemaNames(t *testing.T) {
-	t.Parallel()
-	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
-	for _, name := range []string{"order", "select"} {
-		opts := migrations.Options{Schema: name}
-		require.NoError(t, migrations.Up(t.Context(), conn, opts), name)
-		require.NoError(t, migrations.Up(t.Context(), conn, opts), name)
-		require.NoError(t, migrations.Check(t.Context(), conn, opts), name)
-		pgtest.Exec(t, conn, `INSERT INTO `+pgx.Identifier{name}.Sanitize()+`.outbox (topic) VALUES ('orders')`)
-		require.NoError(t, migrations.To(t.Context(), conn, opts, 0), name)
-		require.ErrorIs(t, migrations.Check(t.Context(), conn, opts), migrations.ErrTooOld, name)
-	}
-}
-
 // Text that programs write has a limit in bytes, and the error names the column.
 func TestTextHasItsLimits(t *testing.T) {
 	t.Parallel()
@@ -163,8 +148,7 @@ FROM made`).Scan(&versions, &variants, &distinct, &between)
 	require.NoError(t, err)
 	assert.Equal(t, []int{10000, 10000, 10000, 10000}, []int{versions, variants, distinct, between})
 
-	var floor string
-	require.NoError(t, conn.QueryRow(t.Context(), "SELECT effectonce.uuid_floor('2024-09-08 22:00:46.366Z')").Scan(&floor))
+	floor := pgtest.Value[string](t, conn, "SELECT effectonce.uuid_floor('2024-09-08 22:00:46.366Z')::text")
 	assert.Equal(t, "0191d3a7-5c1e-0000-0000-000000000000", floor)
 }
 
@@ -174,13 +158,10 @@ FROM made`).Scan(&versions, &variants, &distinct, &between)
 func TestPartitionsCoverEveryID(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.Database(t))
-	rows, err := conn.Query(t.Context(), `SELECT c.relname::text, pg_get_expr(c.relpartbound, c.oid)
+	type partition struct{ Name, Bound string }
+	partitions := pgtest.Rows(t, conn, pgx.RowToStructByPos[partition], `SELECT c.relname::text, pg_get_expr(c.relpartbound, c.oid)
 		FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'effectonce.processed_messages'::regclass
 		ORDER BY (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''?([^'')]*)'))[1] = 'MINVALUE' DESC, 2`)
-	require.NoError(t, err)
-	type partition struct{ Name, Bound string }
-	partitions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[partition])
-	require.NoError(t, err)
 	require.Len(t, partitions, 43)
 
 	bound := regexp.MustCompile(`^FOR VALUES FROM \('?([^')]*)'?\) TO \('?([^')]*)'?\)$`)
@@ -199,9 +180,7 @@ func TestPartitionsCoverEveryID(t *testing.T) {
 		}
 	}
 	assert.Equal(t, "MAXVALUE", last)
-	var ahead int
-	err = conn.QueryRow(t.Context(), `SELECT max(substr(relname, 20))::date - (now() AT TIME ZONE 'UTC')::date FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$'`).Scan(&ahead)
-	require.NoError(t, err)
+	ahead := pgtest.Count(t, conn, `SELECT max(substr(relname, 20))::date - (now() AT TIME ZONE 'UTC')::date FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$'`)
 	assert.GreaterOrEqual(t, ahead, 30, "days ahead")
 }
 
@@ -250,7 +229,7 @@ func TestCheckPositionFencesFormerHolders(t *testing.T) {
 // rights lists what roles of a prefix may do, on relations, columns, functions and the schema.
 func rights(t *testing.T, conn *pgx.Conn, schema, prefix string) []string {
 	t.Helper()
-	rows, err := conn.Query(t.Context(), `
+	return pgtest.Column[string](t, conn, `
 WITH acls AS (
   SELECT 'the schema' AS on, nspacl AS acl FROM pg_namespace WHERE nspname = $1
   UNION ALL SELECT relname, relacl FROM pg_class WHERE relnamespace = to_regnamespace($1)
@@ -258,10 +237,6 @@ WITH acls AS (
   UNION ALL SELECT proname, proacl FROM pg_proc WHERE pronamespace = to_regnamespace($1))
 SELECT format('%s: %s on %s', substr(r.rolname, length($2) + 2), a.privilege_type, acls.on)
 FROM acls CROSS JOIN LATERAL aclexplode(acl) a JOIN pg_roles r ON r.oid = a.grantee WHERE starts_with(r.rolname, $2 || '_') ORDER BY 1`, schema, prefix)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return lines
 }
 
 func bringRoles(t *testing.T, conn *pgx.Conn, opts migrations.Options, prefix string) []string {
@@ -339,13 +314,8 @@ func TestRolePrefixIsBounded(t *testing.T) {
 func TestFunctionsOfTheOwner(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.Database(t))
-	role := fmt.Sprintf("effectonce_stranger_%d", conn.PgConn().PID())
-	pgtest.Exec(t, conn, "CREATE ROLE "+role+"; GRANT USAGE ON SCHEMA effectonce TO "+role)
-	defer pgtest.Exec(t, conn, "DROP OWNED BY "+role+"; DROP ROLE "+role)
-	rows, err := conn.Query(t.Context(), `SELECT p.prorettype = 'trigger'::regtype OR has_function_privilege($1, p.oid, 'EXECUTE') FROM pg_proc p
-		WHERE p.pronamespace = 'effectonce'::regnamespace AND p.prosecdef`, role)
-	require.NoError(t, err)
-	wrong, err := pgx.CollectRows(rows, pgx.RowTo[bool])
-	require.NoError(t, err)
+	pgtest.Exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+newRole(t, conn))
+	wrong := pgtest.Column[bool](t, conn, `SELECT p.prorettype = 'trigger'::regtype OR has_function_privilege($1, p.oid, 'EXECUTE') FROM pg_proc p
+		WHERE p.pronamespace = 'effectonce'::regnamespace AND p.prosecdef`, conn.Config().Database)
 	require.Equal(t, []bool{false, false}, wrong)
 }

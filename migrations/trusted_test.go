@@ -61,22 +61,17 @@ func hostile(role string) string {
 	return sql.String()
 }
 
-func isSuperuser(t *testing.T, conn *pgx.Conn, role string) (super bool) {
+func isSuperuser(t *testing.T, conn *pgx.Conn, role string) bool {
 	t.Helper()
-	require.NoError(t, conn.QueryRow(t.Context(), "SELECT rolsuper FROM pg_roles WHERE rolname = $1", role).Scan(&super))
-	return super
+	return pgtest.Value[bool](t, conn, "SELECT rolsuper FROM pg_roles WHERE rolname = $1", role)
 }
 
 // foreign lists what the schema's objects depend on and what belongs to another schema.
 func foreign(t *testing.T, conn *pgx.Conn) []string {
 	t.Helper()
-	rows, err := conn.Query(t.Context(), `SELECT pg_describe_object(d.classid, d.objid, d.objsubid) || ' needs ' || pg_describe_object(d.refclassid, d.refobjid, d.refobjsubid)
+	return pgtest.Column[string](t, conn, `SELECT pg_describe_object(d.classid, d.objid, d.objsubid) || ' needs ' || pg_describe_object(d.refclassid, d.refobjid, d.refobjsubid)
 		FROM pg_depend d WHERE d.refclassid = 'pg_proc'::regclass AND d.refobjid IN (SELECT oid FROM pg_proc WHERE pronamespace = 'public'::regnamespace)
 		AND NOT EXISTS (SELECT FROM pg_operator o WHERE d.classid = 'pg_operator'::regclass AND o.oid = d.objid)`)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return lines
 }
 
 // Property: a superuser's migration, role script or printed script neither runs nor binds functions
@@ -98,9 +93,7 @@ func TestMigrationsRunNothingOfOthers(t *testing.T) {
 			require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 			bringRoles(t, conn, migrations.Options{}, pgtest.RolePrefix(t, address))
 			pgtest.Exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders'); SELECT effectonce.uuid_v7(), effectonce.message_id('a', 'b')")
-			var path string
-			require.NoError(t, conn.QueryRow(t.Context(), "SHOW search_path").Scan(&path))
-			assert.Equal(t, `"$user", public`, path)
+			assert.Equal(t, `"$user", public`, pgtest.Value[string](t, conn, "SHOW search_path"))
 			assert.False(t, isSuperuser(t, conn, role))
 			assert.Empty(t, foreign(t, conn))
 			require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
@@ -224,8 +217,7 @@ func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
 				pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
 			}
 			as(tc.plant)
-			owner := newRole(t, conn)
-			pgtest.Exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %[1]s; SET SESSION AUTHORIZATION %[1]s", owner))
+			becomeRole(t, conn, "GRANT CREATE ON DATABASE %s TO %s") // its name is that of the database
 			for _, version := range []int{0, 1, len(all)} {
 				err := migrations.To(t.Context(), conn, migrations.Options{}, version)
 				require.ErrorIs(t, err, migrations.ErrNotOurs)
@@ -236,9 +228,7 @@ func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
 			require.ErrorContains(t, err, tc.want)
 			require.ErrorIs(t, migrations.Check(t.Context(), conn, migrations.Options{}), tc.check)
 			pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
-			var roles []string
-			require.NoError(t, conn.QueryRow(t.Context(), "SELECT coalesce(array_agg(role::text), '{}') FROM public.ran_as").Scan(&roles))
-			require.Empty(t, roles)
+			require.Empty(t, pgtest.Column[string](t, conn, "SELECT role::text FROM public.ran_as"))
 		})
 	}
 }
@@ -319,9 +309,7 @@ func TestEachFileSetsTheSearchPath(t *testing.T) {
 	}
 	require.Equal(t, 7, seen)
 	conn := pgtest.Connect(t, pgtest.Database(t))
-	var unsafe []string
-	require.NoError(t, conn.QueryRow(t.Context(), `SELECT coalesce(array_agg(p.oid::regprocedure::text), '{}') FROM pg_proc p JOIN pg_language l ON l.oid = p.prolang
+	assert.Empty(t, pgtest.Column[string](t, conn, `SELECT p.oid::regprocedure::text FROM pg_proc p JOIN pg_language l ON l.oid = p.prolang
 		WHERE p.pronamespace = 'effectonce'::regnamespace AND NOT (l.lanname = 'sql' AND p.prosqlbody IS NOT NULL)
-		AND NOT 'search_path=pg_catalog, pg_temp' = ANY (coalesce(p.proconfig, '{}'))`).Scan(&unsafe))
-	assert.Empty(t, unsafe)
+		AND NOT 'search_path=pg_catalog, pg_temp' = ANY (coalesce(p.proconfig, '{}'))`))
 }

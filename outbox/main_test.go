@@ -36,20 +36,11 @@ type row struct {
 	TxidIsIt bool // txid is the transaction that made the row
 }
 
-// querier is a pool or a transaction.
-type querier interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-}
-
 // rows returns the stored rows, in the order of seq.
-func rows(t *testing.T, db querier) []row {
+func rows(t *testing.T, db pgtest.Querier) []row {
 	t.Helper()
-	result, err := db.Query(t.Context(), `SELECT seq, id, topic, key, payload, headers::text AS headers, shard,
+	return pgtest.Rows(t, db, pgx.RowToStructByPos[row], `SELECT seq, id, topic, key, payload, headers::text AS headers, shard,
 		txid::text::bigint & 4294967295 = xmin::text::bigint AS txid_is_it FROM effectonce.outbox ORDER BY seq`)
-	require.NoError(t, err)
-	all, err := pgx.CollectRows(result, pgx.RowToStructByPos[row])
-	require.NoError(t, err)
-	return all
 }
 
 // begin opens a transaction that ends with the test.
@@ -64,9 +55,28 @@ func begin(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 // publishAlone publishes in its own transaction, which commits.
 func publishAlone(t *testing.T, pool *pgxpool.Pool, msgs ...outbox.Message) {
 	t.Helper()
+	publishOf(t, newOutbox(t, outbox.Config{}), pool, msgs...)
+}
+
+func publishOf(t *testing.T, o *outbox.Outbox, pool *pgxpool.Pool, msgs ...outbox.Message) {
+	t.Helper()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return outbox.Publish(t.Context(), tx, msgs...)
+		return o.Publish(t.Context(), tx, msgs...)
 	}))
+}
+
+// traced begins a transaction whose statements are kept.
+func traced(t *testing.T, config *pgx.ConnConfig) (tx pgx.Tx, statements *[]string) {
+	t.Helper()
+	statements = &[]string{}
+	config.Tracer = pgtest.Statements(func(sql string) { *statements = append(*statements, sql) })
+	conn, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) })
+	tx, err = conn.Begin(t.Context())
+	require.NoError(t, err)
+	*statements = nil
+	return tx, statements
 }
 
 // newPool returns a pool with settings of the session.
@@ -84,8 +94,7 @@ func newPool(t *testing.T, address string, settings ...string) *pgxpool.Pool {
 // waitUntilBlocked returns once a process waits for a lock.
 func waitUntilBlocked(t *testing.T, pool *pgxpool.Pool, waiter uint32) {
 	t.Helper()
-	testwait.True(t, "the process waits for a lock", func() (so bool) {
-		require.NoError(t, pool.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(waiter)).Scan(&so))
-		return so
+	testwait.True(t, "the process waits for a lock", func() bool {
+		return pgtest.Value[bool](t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(waiter))
 	})
 }

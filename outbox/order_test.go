@@ -19,18 +19,11 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-const orderKeys = 3
-
 // accounts creates the rows whose locks order the writers of a key, and a log of the writers that
 // changed them. Both get their order from the lock itself: version grows under it.
-func accounts(t *testing.T, pool *pgxpool.Pool) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), `CREATE TABLE account (key text PRIMARY KEY, version int NOT NULL DEFAULT 0);
-		CREATE TABLE change (key text, version int, message uuid, PRIMARY KEY (key, version));`)
-	require.NoError(t, err)
-	_, err = pool.Exec(t.Context(), "INSERT INTO account (key) SELECT n::text FROM generate_series(0, $1 - 1) n", orderKeys)
-	require.NoError(t, err)
-}
+const accounts = `CREATE TABLE account (key text PRIMARY KEY, version int NOT NULL DEFAULT 0);
+	CREATE TABLE change (key text, version int, message uuid, PRIMARY KEY (key, version));
+	INSERT INTO account (key) SELECT n::text FROM generate_series(0, 2) n`
 
 // change takes the key's lock and records the version that it then had.
 func change(ctx context.Context, tx pgx.Tx, key string, message uuid.UUID) error {
@@ -49,10 +42,8 @@ func inversions(t *testing.T, pool *pgxpool.Pool) (inverted, messages int) {
 		FROM change c LEFT JOIN effectonce.outbox o ON o.id = c.message) ordered`).Scan(&inverted, &messages, &lost)
 	require.NoError(t, err)
 	assert.Zero(t, lost)
-	var phantoms int
-	err = pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.outbox o WHERE NOT EXISTS (SELECT FROM change WHERE message = o.id)`).Scan(&phantoms)
-	require.NoError(t, err)
-	assert.Zero(t, phantoms)
+	phantoms := `SELECT count(*) FROM effectonce.outbox o WHERE NOT EXISTS (SELECT FROM change WHERE message = o.id)`
+	assert.Zero(t, pgtest.Count(t, pool, phantoms))
 	return inverted, messages
 }
 
@@ -62,8 +53,7 @@ func inversions(t *testing.T, pool *pgxpool.Pool) (inverted, messages int) {
 // shows it.
 func TestPublishingBeforeTheLockInvertsTheOrder(t *testing.T) {
 	t.Parallel()
-	pool := pgtest.Pool(t)
-	accounts(t, pool)
+	pool := pgtest.PoolWith(t, accounts)
 	hasty := outbox.Message{ID: uuid.New(), Topic: "accounts", Key: []byte("0")}
 	correct := outbox.Message{ID: uuid.New(), Topic: "accounts", Key: []byte("0")}
 
@@ -94,13 +84,9 @@ type later struct {
 	Headers string
 }
 
-func scheduled(t *testing.T, db querier) []later {
+func scheduled(t *testing.T, db pgtest.Querier) []later {
 	t.Helper()
-	result, err := db.Query(t.Context(), `SELECT due_at, id, topic, key, payload, headers::text AS headers FROM effectonce.outbox_scheduled ORDER BY due_at, topic`)
-	require.NoError(t, err)
-	all, err := pgx.CollectRows(result, pgx.RowToStructByPos[later])
-	require.NoError(t, err)
-	return all
+	return pgtest.Rows(t, db, pgx.RowToStructByPos[later], `SELECT due_at, id, topic, key, payload, headers::text AS headers FROM effectonce.outbox_scheduled ORDER BY due_at, topic`)
 }
 
 // A message with a time waits in outbox_scheduled, however it is published, in the transaction of
@@ -243,14 +229,9 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 	pool := newPool(t, address, "search_path", "evil, public")
 	o := newOutbox(t, outbox.Config{Schema: "money"})
 	id := uuid.New()
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", DeliverAt: pgtest.Now(t).Add(time.Hour)}, outbox.Message{Topic: "a"})
-	}))
-	var now, waiting int
-	count := `SELECT (SELECT count(*) FROM money.outbox WHERE topic IN ('a', 'b')), (SELECT count(*) FROM money.outbox_scheduled WHERE due_at > now())`
-	require.NoError(t, pool.QueryRow(t.Context(), count).Scan(&now, &waiting))
-	assert.Equal(t, 1, now)
-	assert.Equal(t, 1, waiting)
+	publishOf(t, o, pool, outbox.Message{ID: id, Topic: "a", DeliverAt: pgtest.Now(t).Add(time.Hour)}, outbox.Message{Topic: "a"})
+	assert.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM money.outbox WHERE topic IN ('a', 'b')`))
+	assert.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM money.outbox_scheduled WHERE due_at > now()`))
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
 		found, err := o.Cancel(t.Context(), tx, id)
 		assert.True(t, found)
@@ -263,12 +244,10 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 func TestPlainInsertIsACompletePublish(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	var before, after time.Time
-	const now = "SELECT clock_timestamp()"
-	require.NoError(t, pool.QueryRow(t.Context(), now).Scan(&before))
+	before := pgtest.Now(t)
 	_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'k', 'p'), ('orders', NULL, NULL)`)
 	require.NoError(t, err)
-	require.NoError(t, pool.QueryRow(t.Context(), now).Scan(&after))
+	after := pgtest.Now(t)
 
 	stored := rows(t, pool)
 	require.Len(t, stored, 2)
@@ -335,16 +314,13 @@ func TestPlainInsertOfNonsenseIsRefused(t *testing.T) {
 func TestTransactionIDComesBeforeSeq(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	var before bool
-	err := pool.QueryRow(t.Context(), `SELECT txid.attnum < seq.attnum FROM pg_attribute txid, pg_attribute seq
+	assert.True(t, pgtest.Value[bool](t, pool, `SELECT txid.attnum < seq.attnum FROM pg_attribute txid, pg_attribute seq
 		WHERE txid.attrelid = 'effectonce.outbox'::regclass AND txid.attname = 'txid'
-		AND seq.attrelid = txid.attrelid AND seq.attname = 'seq'`).Scan(&before)
-	require.NoError(t, err)
-	assert.True(t, before)
+		AND seq.attrelid = txid.attrelid AND seq.attname = 'seq'`))
 
 	var cache, increment int64
 	var cycles bool
-	err = pool.QueryRow(t.Context(), `SELECT seqcache, seqincrement, seqcycle FROM pg_sequence
+	err := pool.QueryRow(t.Context(), `SELECT seqcache, seqincrement, seqcycle FROM pg_sequence
 		WHERE seqrelid = pg_get_serial_sequence('effectonce.outbox', 'seq')::regclass`).Scan(&cache, &increment, &cycles)
 	require.NoError(t, err)
 	assert.Equal(t, int64(1), cache)

@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"sync/atomic"
 	"testing"
@@ -90,38 +91,28 @@ func TestACallIsOneRoundTrip(t *testing.T) {
 	t.Parallel()
 	config, err := pgx.ParseConfig(pgtest.Database(t))
 	require.NoError(t, err)
-	var statements []string
 	var writes atomic.Int64
-	config.Tracer = pgtest.Statements(func(sql string) { statements = append(statements, sql) })
 	dial := config.DialFunc
 	config.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 		conn, err := dial(ctx, network, address)
 		return countedConn{conn, &writes}, err
 	}
-	conn, err := pgx.ConnectConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer func() { require.NoError(t, conn.Close(t.Context())) }()
-	tx, err := conn.Begin(t.Context())
-	require.NoError(t, err)
+	tx, statements := traced(t, config)
 	message := outbox.Message{Topic: "orders", Payload: []byte("x")}
 	require.NoError(t, outbox.Publish(t.Context(), tx, message))          // prepares the statement for one message …
 	require.NoError(t, outbox.Publish(t.Context(), tx, message, message)) // … and that for many
 
 	for _, n := range []int{0, 1, 10, 500} {
-		statements = nil
+		*statements = nil
 		writes.Store(0)
-		msgs := make([]outbox.Message, n)
-		for i := range msgs {
-			msgs[i] = message
-		}
-		require.NoError(t, outbox.Publish(t.Context(), tx, msgs...))
+		require.NoError(t, outbox.Publish(t.Context(), tx, slices.Repeat([]outbox.Message{message}, n)...))
 		if n == 0 {
-			assert.Empty(t, statements)
+			assert.Empty(t, *statements)
 			assert.Zero(t, writes.Load())
 			continue
 		}
-		require.Len(t, statements, 1)
-		assert.Contains(t, statements[0], "-- outbox.publish\n")
+		require.Len(t, *statements, 1)
+		assert.Contains(t, (*statements)[0], "-- outbox.publish\n")
 		assert.Equal(t, int64(1), writes.Load(), "%d messages", n)
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
@@ -175,9 +166,7 @@ func TestInjectedHeadersDoNotOverride(t *testing.T) {
 		{Topic: "orders", Headers: roomy},
 		{Topic: "orders", Headers: []outbox.Header{{Name: outbox.HeaderTraceParent, Value: []byte("own")}}},
 	}
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, msgs...)
-	}))
+	publishOf(t, o, pool, msgs...)
 	stored := rows(t, pool)
 	require.Len(t, stored, 3)
 	assert.JSONEq(t, `{"traceparent": "injected"}`, stored[0].Headers)
@@ -187,9 +176,7 @@ func TestInjectedHeadersDoNotOverride(t *testing.T) {
 	assert.Nil(t, msgs[0].Headers)
 	assert.Zero(t, roomy[:2][1], "written behind the caller's headers")
 
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx)
-	}))
+	publishOf(t, o, pool)
 	assert.Equal(t, 1, calls, "nothing to inject into")
 }
 
@@ -218,9 +205,7 @@ func TestBadConfigurationIsRefused(t *testing.T) {
 // Its constraint refuses a row that is too large.
 func TestDocumentedSQLPublishes(t *testing.T) {
 	t.Parallel()
-	pool := pgtest.Pool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id text PRIMARY KEY, amount int)`)
-	require.NoError(t, err)
+	pool := pgtest.PoolWith(t, `CREATE TABLE orders (id text PRIMARY KEY, amount int)`)
 	block := regexp.MustCompile("(?ms)^```sql\n(.*?)^```$")
 	for path, blocks := range map[string]int{"../README.md": 1, "../docs/how-to/publish.md": 3} {
 		text, err := os.ReadFile(path)
@@ -232,16 +217,14 @@ func TestDocumentedSQLPublishes(t *testing.T) {
 			require.NoError(t, err, sql[1])
 		}
 	}
-	_, err = pool.Exec(t.Context(), `INSERT INTO orders VALUES ('order-3', 7); UPDATE orders SET amount = 8`)
+	_, err := pool.Exec(t.Context(), `INSERT INTO orders VALUES ('order-3', 7); UPDATE orders SET amount = 8`)
 	require.NoError(t, err)
 	var keys, payloads []string
 	require.NoError(t, pool.QueryRow(t.Context(), `SELECT array_agg(convert_from(key, 'UTF8') ORDER BY seq), array_agg(convert_from(payload, 'UTF8')::jsonb ->> 'amount' ORDER BY seq)
 		FROM effectonce.outbox WHERE convert_from(key, 'UTF8') = 'order-3'`).Scan(&keys, &payloads))
 	require.Equal(t, []string{"order-3", "order-3"}, keys)
 	require.Equal(t, []string{"7", "8"}, payloads)
-	var rows int
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.outbox WHERE convert_from(key, 'UTF8') IN ('order-1', 'order-2')`).Scan(&rows))
-	require.Equal(t, 2, rows)
+	require.Equal(t, 2, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox WHERE convert_from(key, 'UTF8') IN ('order-1', 'order-2')`))
 	_, err = pool.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, payload) SELECT 't', convert_to(repeat('x', 1000000), 'UTF8')`)
 	require.ErrorContains(t, err, "outbox_record_is_too_large")
 }
@@ -251,16 +234,7 @@ func TestDocumentedSQLPublishes(t *testing.T) {
 func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	config := pool.Config().ConnConfig
-	var statements []string
-	config.Tracer = pgtest.Statements(func(sql string) { statements = append(statements, sql) })
-	conn, err := pgx.ConnectConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer func() { require.NoError(t, conn.Close(t.Context())) }()
-	tx, err := conn.Begin(t.Context())
-	require.NoError(t, err)
-	statements = nil
-
+	tx, statements := traced(t, pool.Config().ConnConfig)
 	buffer := outbox.NewBuffer()
 	require.NoError(t, buffer.Flush(t.Context(), tx), "an empty buffer")
 	for i := range 50 {
@@ -270,11 +244,11 @@ func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	}
 	require.NoError(t, buffer.Add(t.Context()))
 	assert.Equal(t, 100, buffer.Len())
-	assert.Empty(t, statements)
+	assert.Empty(t, *statements)
 	require.NoError(t, buffer.Flush(t.Context(), tx))
 	assert.Zero(t, buffer.Len())
 	require.NoError(t, buffer.Flush(t.Context(), tx))
-	assert.Len(t, statements, 1)
+	assert.Len(t, *statements, 1)
 	require.NoError(t, tx.Commit(t.Context()))
 
 	stored := rows(t, pool)
@@ -284,22 +258,15 @@ func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	}
 }
 
-// A call of Add with one invalid message keeps none of its messages, and all that were kept before.
-func TestBufferKeepsAllOfACallOrNothing(t *testing.T) {
-	t.Parallel()
-	buffer := outbox.NewBuffer()
-	require.NoError(t, buffer.Add(t.Context(), outbox.Message{Topic: "orders"}))
-	err := buffer.Add(t.Context(), outbox.Message{Topic: "orders"}, outbox.Message{Topic: "?"})
-	require.ErrorIs(t, err, outbox.ErrInvalid)
-	assert.Equal(t, 1, buffer.Len())
-}
-
-// A flush that fails leaves the buffer unchanged, for the next attempt in a new transaction.
+// A call of Add with one invalid message keeps none of its messages, and all that were kept before. A
+// flush that fails leaves the buffer unchanged, for the next attempt in a new transaction.
 func TestBufferSurvivesAFailedFlush(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	buffer := outbox.NewBuffer()
 	require.NoError(t, buffer.Add(t.Context(), outbox.Message{Topic: "orders"}, outbox.Message{Topic: "refunds"}))
+	require.ErrorIs(t, buffer.Add(t.Context(), outbox.Message{Topic: "orders"}, outbox.Message{Topic: "?"}), outbox.ErrInvalid)
+	assert.Equal(t, 2, buffer.Len())
 
 	tx := begin(t, pool)
 	_, err := tx.Exec(t.Context(), "SELECT 1/0")

@@ -25,7 +25,6 @@ import (
 const (
 	createMax   = 2 * time.Minute
 	createEvery = 10 * time.Millisecond
-	cleanupMax  = 2 * time.Minute
 )
 
 // shared is the cluster of this process. The first test that needs it starts it, and pgtest.Main
@@ -83,13 +82,7 @@ func start(tb testing.TB, opts servers.KafkaOptions) *servers.Kafka {
 		tb.Fatal(err)
 	}
 	tb.Log("a cluster of its own:", k.Description)
-	tb.Cleanup(func() {
-		ctx, cancel := cleanupContext(tb)
-		defer cancel()
-		if err := k.Stop(ctx); err != nil {
-			tb.Errorf("stop the test's Kafka: %v", err)
-		}
-	})
+	testwait.AtEnd(tb, "stop the test's Kafka", k.Stop)
 	if err := coordinated(tb.Context(), k); err != nil {
 		tb.Fatal(err)
 	}
@@ -107,7 +100,7 @@ func coordinated(ctx context.Context, kafka *servers.Kafka) error {
 		return err
 	}
 	defer client.Close()
-	ctx, cancel := context.WithTimeout(ctx, cleanupMax)
+	ctx, cancel := context.WithTimeout(ctx, createMax)
 	defer cancel()
 	for {
 		groups, err := kadm.NewClient(client).DescribeGroups(ctx, "0", "1", "2", "3") // one in each partition of their topic
@@ -156,12 +149,9 @@ func Topic(tb testing.TB, partitions int, configs ...string) string {
 	brokers := Brokers(tb)
 	name := TopicAt(tb, brokers, partitions, configs...)
 	admin := kadm.NewClient(ClientAt(tb, brokers))
-	tb.Cleanup(func() {
-		ctx, cancel := cleanupContext(tb)
-		defer cancel()
-		if _, err := admin.DeleteTopic(ctx, name); err != nil {
-			tb.Errorf("delete topic %s: %v", name, err)
-		}
+	testwait.AtEnd(tb, "delete topic "+name, func(ctx context.Context) error {
+		_, err := admin.DeleteTopic(ctx, name)
+		return err
 	})
 	testwait.Explain(tb, "topic "+name, func() string { return lags(context.WithoutCancel(tb.Context()), admin, name) })
 	return name
@@ -240,10 +230,4 @@ func topicName(test string) string {
 		return '-' // names with a dot and with an underscore would collide in Kafka's metrics
 	}, test)
 	return test[:min(len(test), 200)] + "-" + strings.ToLower(rand.Text()[:10])
-}
-
-func cleanupContext(tb testing.TB) (context.Context, context.CancelFunc) {
-	tb.Helper()
-	// The test's own context is cancelled before its cleanup.
-	return context.WithTimeout(context.WithoutCancel(tb.Context()), cleanupMax)
 }

@@ -17,10 +17,9 @@ func UnusedTopic(tb testing.TB) string {
 	tb.Helper()
 	name := topicName(tb.Name())
 	admin := kadm.NewClient(Client(tb))
-	tb.Cleanup(func() {
-		ctx, cancel := cleanupContext(tb)
-		defer cancel()
+	testwait.AtEnd(tb, "delete topic "+name, func(ctx context.Context) error {
 		_, _ = admin.DeleteTopic(ctx, name) // it may never have been created
+		return nil
 	})
 	return name
 }

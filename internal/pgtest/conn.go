@@ -1,6 +1,7 @@
 package pgtest
 
 import (
+	"context"
 	"strings"
 	"testing"
 	"time"
@@ -21,11 +22,10 @@ func Connect(t *testing.T, address string) *pgx.Conn {
 }
 
 // Now returns the time by the clock of the server that the tests of this process share.
-func Now(t *testing.T) (now time.Time) {
+func Now(t *testing.T) time.Time {
 	t.Helper()
 	server, _ := shared.get(t)
-	require.NoError(t, Connect(t, server.URL).QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&now))
-	return now
+	return Value[time.Time](t, Connect(t, server.URL), "SELECT clock_timestamp()")
 }
 
 // Exec runs a statement that has to succeed.
@@ -39,10 +39,37 @@ func Exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
 func Blocked(t *testing.T, look, holder *pgx.Conn) {
 	t.Helper()
 	testwait.True(t, "a session waits for a lock", func() bool {
-		var waits bool
-		err := look.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))", int32(holder.PgConn().PID())).Scan(&waits)
-		return err == nil && waits
+		return Value[bool](t, look, "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))", int32(holder.PgConn().PID()))
 	})
+}
+
+// Querier is a pool, a connection or a transaction.
+type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// Rows returns what a query finds.
+func Rows[T any](tb testing.TB, db Querier, to pgx.RowToFunc[T], sql string, args ...any) []T {
+	tb.Helper()
+	rows, err := db.Query(tb.Context(), sql, args...)
+	require.NoError(tb, err, sql)
+	all, err := pgx.CollectRows(rows, to)
+	require.NoError(tb, err, sql)
+	return all
+}
+
+// Column returns what a query of one column finds.
+func Column[T any](tb testing.TB, db Querier, sql string, args ...any) []T {
+	tb.Helper()
+	return Rows(tb, db, pgx.RowTo[T], sql, args...)
+}
+
+// Value returns the first value that a query finds.
+func Value[T any](tb testing.TB, db Querier, sql string, args ...any) (value T) {
+	tb.Helper()
+	require.NoError(tb, db.QueryRow(tb.Context(), sql, args...).Scan(&value), sql)
+	return value
 }
 
 // Plan runs a statement in a transaction that is rolled back, and returns its plan with the rows
@@ -51,10 +78,7 @@ func Plan(t *testing.T, conn *pgx.Conn, sql string, args ...any) string {
 	t.Helper()
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
-	rows, err := tx.Query(t.Context(), "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF) "+sql, args...)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	lines := Column[string](t, tx, "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF) "+sql, args...)
 	require.NoError(t, tx.Rollback(t.Context()))
 	return strings.Join(lines, "\n")
 }

@@ -5,18 +5,15 @@ import (
 	"crypto/rand"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
-const (
-	cleanupMax   = 2 * time.Minute
-	poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
-)
+const poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
 
 // Pool returns a pool on a migrated database that only this test uses.
 func Pool(tb testing.TB) *pgxpool.Pool {
@@ -52,13 +49,7 @@ func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
 		tb.Fatal(err)
 	}
 	tb.Log("a cluster of its own:", p.Description)
-	tb.Cleanup(func() {
-		ctx, cancel := cleanupContext(tb)
-		defer cancel()
-		if err := p.Stop(ctx); err != nil {
-			tb.Errorf("stop the test's cluster: %v", err)
-		}
-	})
+	testwait.AtEnd(tb, "stop the test's cluster", p.Stop)
 	return p
 }
 
@@ -81,13 +72,9 @@ func create(tb testing.TB, server *servers.Postgres, template string) string {
 	}
 	address := withDatabase(server.URL, name)
 	explain(tb, address)
-	tb.Cleanup(func() {
-		ctx, cancel := cleanupContext(tb)
-		defer cancel()
+	testwait.AtEnd(tb, "drop the test's database", func(ctx context.Context) error {
 		checkInvariants(ctx, tb, address)
-		if err := execute(ctx, server.URL, "DROP DATABASE "+quote(name)+" WITH (FORCE)"); err != nil {
-			tb.Errorf("drop the test's database: %v", err)
-		}
+		return execute(ctx, server.URL, "DROP DATABASE "+quote(name)+" WITH (FORCE)")
 	})
 	return address
 }
@@ -113,10 +100,4 @@ func execute(ctx context.Context, address, sql string) error {
 	defer func() { _ = conn.Close(ctx) }()
 	_, err = conn.Exec(ctx, sql)
 	return err
-}
-
-func cleanupContext(tb testing.TB) (context.Context, context.CancelFunc) {
-	tb.Helper()
-	// The test's own context is cancelled before its cleanup.
-	return context.WithTimeout(context.WithoutCancel(tb.Context()), cleanupMax)
 }

@@ -56,10 +56,7 @@ func Unused(tb testing.TB, pool *pgxpool.Pool) {
 }
 
 // Count returns the number that a query counts.
-func Count(tb testing.TB, pool *pgxpool.Pool, sql string, args ...any) (n int) {
+func Count(tb testing.TB, db Querier, sql string, args ...any) int {
 	tb.Helper()
-	if err := pool.QueryRow(tb.Context(), sql, args...).Scan(&n); err != nil {
-		tb.Fatalf("count: %v\n%s", err, sql)
-	}
-	return n
+	return Value[int](tb, db, sql, args...)
 }

@@ -1,10 +1,13 @@
 package pgtest
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"net/url"
 	"testing"
+
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // RolePrefix returns a prefix for role names that no other test uses. Roles belong to the whole
@@ -15,13 +18,7 @@ func RolePrefix(tb testing.TB, address string) string {
 	random := make([]byte, 8)
 	_, _ = rand.Read(random) // never fails
 	prefix := "test_" + hex.EncodeToString(random)
-	tb.Cleanup(func() {
-		ctx, cancel := cleanupContext(tb)
-		defer cancel()
-		if err := execute(ctx, address, dropRolesSQL(prefix)); err != nil {
-			tb.Errorf("drop the test's roles: %v", err)
-		}
-	})
+	testwait.AtEnd(tb, "drop the test's roles", func(ctx context.Context) error { return execute(ctx, address, dropRolesSQL(prefix)) })
 	return prefix
 }
 

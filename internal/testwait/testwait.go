@@ -5,6 +5,7 @@
 package testwait
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"reflect"
@@ -78,6 +79,21 @@ func Chan[T any](tb testing.TB, what string, c <-chan T) T {
 		fail(tb, fmt.Sprintf("%s: not within %v\n%s", what, Bound, stacks[:runtime.Stack(stacks, true)]))
 		panic("unreachable")
 	}
+}
+
+// endMax is how long a test may take to end.
+const endMax = 2 * time.Minute
+
+// AtEnd has a test do something when it ends, and its own context is cancelled.
+func AtEnd(tb testing.TB, what string, do func(ctx context.Context) error) {
+	tb.Helper()
+	tb.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(tb.Context()), endMax)
+		defer cancel()
+		if err := do(ctx); err != nil {
+			tb.Errorf("%s: %v", what, err)
+		}
+	})
 }
 
 // explanations are what tests know about themselves, by the test's name, oldest first.

@@ -186,7 +186,6 @@ func problemOf(program string, seed int) (string, error) {
 	if report.Held() {
 		return "", nil
 	}
-	text, _, _ := strings.Cut(report.Problems[0], ": ")
-	return fmt.Sprintf("%s (lost %d, doubled %d, out of order %d, stuck %d)", regexp.MustCompile(`^\d+ (times: )?`).ReplaceAllString(text, ""),
-		report.Lost, report.Doubled, report.OutOfOrder, report.Stuck), nil
+	text, _, _ := strings.Cut(regexp.MustCompile(`^\d+ (times: )?`).ReplaceAllString(report.Problems[0], ""), ": ")
+	return fmt.Sprintf("%s (lost %d, doubled %d, out of order %d, stuck %d)", text, report.Lost, report.Doubled, report.OutOfOrder, report.Stuck), nil
 }

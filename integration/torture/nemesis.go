@@ -43,6 +43,11 @@ func faults() []fault {
 			w.freeze()
 			r.later(ctx, f.Lasts, w.thaw)
 		}},
+		{name: "slow", do: func(ctx context.Context, r *run, f Fault) {
+			w := r.replicas[f.Choice%len(r.replicas)].wire
+			w.slow(f.Lasts / 60)
+			r.later(ctx, f.Lasts, w.thaw)
+		}},
 		{name: "zombie", do: zombie},
 		{name: "cut", do: func(_ context.Context, r *run, f Fault) { r.replicas[f.Choice%len(r.replicas)].wire.cut() }},
 		{name: "terminate two", do: statement(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'torture%' ORDER BY random() LIMIT 2`)},

@@ -17,6 +17,7 @@ type wire struct {
 	random *rand.Rand
 	conns  map[*conn]bool
 	frozen chan struct{} // closed by thaw; nil: not frozen
+	lag    time.Duration // of what is sent
 	dead   bool
 	// unheard is how many of a thousand messages with this word (in lower case) are cut after they were sent,
 	// so that their outcome is unknown.
@@ -77,9 +78,17 @@ func (w *wire) freeze() {
 	}
 }
 
+// slow delays what is sent, until thaw.
+func (w *wire) slow(lag time.Duration) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.lag = lag
+}
+
 func (w *wire) thaw() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	w.lag = 0
 	if w.frozen != nil {
 		close(w.frozen)
 		w.frozen = nil
@@ -116,13 +125,13 @@ type conn struct {
 const lookEvery = 2 * time.Millisecond
 
 // wait returns once the wire is not frozen, or at the deadline.
-func (c *conn) wait(deadline *time.Time) error {
+func (c *conn) wait(deadline *time.Time) (lag time.Duration, err error) {
 	for {
 		c.wire.mu.Lock()
-		frozen := c.wire.frozen
+		frozen, lag := c.wire.frozen, c.wire.lag
 		c.wire.mu.Unlock()
 		if frozen == nil {
-			return nil
+			return lag, nil
 		}
 		select {
 		case <-frozen:
@@ -132,7 +141,7 @@ func (c *conn) wait(deadline *time.Time) error {
 		over := !deadline.IsZero() && time.Now().After(*deadline)
 		c.mu.Unlock()
 		if over {
-			return os.ErrDeadlineExceeded
+			return 0, os.ErrDeadlineExceeded
 		}
 	}
 }
@@ -156,15 +165,19 @@ func (c *conn) SetWriteDeadline(t time.Time) error {
 }
 
 func (c *conn) Read(b []byte) (int, error) {
-	if err := c.wait(&c.read); err != nil {
+	if _, err := c.wait(&c.read); err != nil {
 		return 0, err
 	}
 	return c.Conn.Read(b)
 }
 
 func (c *conn) Write(b []byte) (int, error) {
-	if err := c.wait(&c.write); err != nil {
+	lag, err := c.wait(&c.write)
+	if err != nil {
 		return 0, err
+	}
+	if lag > 0 {
+		<-time.After(lag)
 	}
 	n, err := c.Conn.Write(b)
 	if err == nil && c.wire.cuts(b) {

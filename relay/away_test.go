@@ -17,7 +17,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
@@ -38,8 +37,12 @@ func (c *cut) dial(ctx context.Context, network, address string) (net.Conn, erro
 	return &cutConn{Conn: conn, cut: &c.away}, err
 }
 
-func (c *cut) options(fake *kfake.Cluster) []kgo.Opt {
-	return []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(c.dial), kgo.RetryTimeout(time.Second)}
+// behindCut lets a relay run whose brokers are behind a network.
+func behindCut(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, network *cut, cfg relay.Config) *relay.Relay {
+	t.Helper()
+	r := relayAt(t, pool, fake, cfg, kgo.Dialer(network.dial), kgo.RetryTimeout(time.Second))
+	starts(t, r)
+	return r
 }
 
 // describe returns what the replicas say of themselves.
@@ -51,6 +54,12 @@ func describe(t *testing.T, pool *pgxpool.Pool) string {
 func problems(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
 	return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_replicas WHERE problem IS NOT NULL`)
+}
+
+// problem is what one of them says.
+func problem(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	return one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`)
 }
 
 // holder returns who holds each shard, under which epoch.
@@ -71,9 +80,7 @@ func TestBrokerOutageIsWaitedOut(t *testing.T) {
 		var said lockedBuffer
 		for _, owner := range []string{"a", "b"} {
 			cfg := relay.Config{Owner: owner, Lease: 4 * time.Second, ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))}
-			r, err := relay.New(pool, network.options(fake), cfg)
-			require.NoError(t, err)
-			starts(t, r)
+			behindCut(t, pool, fake, network, cfg)
 		}
 		insert(t, pool, "orders", "k", "0")
 		testwait.True(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
@@ -113,14 +120,14 @@ func TestBrokersThatOnlyRefuseAreWaitedFor(t *testing.T) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		var short atomic.Bool
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, short.Load()
+		onProduce(fake, func([]byte) error {
+			if short.Load() {
+				return kerr.NotEnoughReplicas
+			}
+			return nil
 		})
 		for _, owner := range []string{"a", "b"} {
-			r, err := relay.New(pool, (&cut{}).options(fake), relay.Config{Owner: owner, Lease: 5 * time.Second, ExactlyOnce: exactly})
-			require.NoError(t, err)
-			starts(t, r)
+			behindCut(t, pool, fake, &cut{}, relay.Config{Owner: owner, Lease: 5 * time.Second, ExactlyOnce: exactly})
 		}
 		insert(t, pool, "orders", "k", "0")
 		testwait.True(t, "the first is published", func() bool {
@@ -130,10 +137,9 @@ func TestBrokersThatOnlyRefuseAreWaitedFor(t *testing.T) {
 		short.Store(true)
 		insert(t, pool, "orders", "k", "1")
 		testwait.True(t, "it says what it waits for", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "not acknowledged")
+			return strings.Contains(problem(t, pool), "not acknowledged")
 		})
-		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(5)`)
-		require.NoError(t, err)
+		must(t, pool, `SELECT pg_sleep(5)`)
 		require.Equal(t, before, holder(t, pool))
 		require.Equal(t, "a publishing, b standing_by", describe(t, pool))
 		short.Store(false)
@@ -154,14 +160,13 @@ func TestReplicaThatIsCutOffYields(t *testing.T) {
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		networks := map[string]*cut{"a": {}, "b": {}}
 		for _, owner := range []string{"a", "b"} {
-			r, err := relay.New(pool, networks[owner].options(fake), relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
-			require.NoError(t, err)
-			starts(t, r)
+			behindCut(t, pool, fake, networks[owner], relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
 			testwait.True(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
 		}
-		testwait.True(t, "they share", func() bool {
+		share := func() bool {
 			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
-		})
+		}
+		testwait.True(t, "they share", share)
 		more := func(until int) {
 			for i := until - 30; i < until; i++ {
 				insert(t, pool, "orders", fmt.Sprint("k", i%9), fmt.Sprint(i))
@@ -177,13 +182,10 @@ func TestReplicaThatIsCutOffYields(t *testing.T) {
 		})
 		held := holder(t, pool)
 		testwait.True(t, "both say so", func() bool { return describe(t, pool) == "a kafka_away, b publishing" })
-		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
-		require.NoError(t, err)
+		must(t, pool, `SELECT pg_sleep(4)`)
 		require.Equal(t, held, holder(t, pool), "nothing changes hands meanwhile")
 		networks["a"].away.Store(false)
-		testwait.True(t, "they share again", func() bool {
-			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
-		})
+		testwait.True(t, "they share again", share)
 	})
 }
 
@@ -216,8 +218,7 @@ func TestSinkTriesAgain(t *testing.T) {
 		return one[string](t, pool, `SELECT coalesce(max(owner || problem), '') FROM effectonce.outbox_replicas`) == "ashard 0: hand rows to the sink: receiver is away"
 	})
 	for range 20 {
-		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(0.2)`)
-		require.NoError(t, err)
+		must(t, pool, `SELECT pg_sleep(0.2)`)
 		require.NotContains(t, holder(t, pool), "b ")
 	}
 	require.Less(t, tries.Load(), int64(20), "the pauses grow")
@@ -320,18 +321,11 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 	}
 	r := newRelay(t, pool, relay.Config{Lease: 12 * time.Second, Keep: 100 * time.Millisecond, Hooks: relay.Hooks{Interrupted: interrupted}})
 	r.SetPatience(2 * time.Second)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 	insert(t, pool, topic, "k", "1")
 	testwait.True(t, "a row is published", func() bool { return len(distinctInOrder(values(t, topic))) == 1 })
-	lock, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer lock.Rollback(context.WithoutCancel(ctx))
-	_, err = lock.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '2')`, topic)
-	require.NoError(t, err)
-	_, err = lock.Exec(ctx, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
-	require.NoError(t, err)
+	lock := opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '2')`, topic)
+	must(t, lock, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
 	locked := one[time.Time](t, pool, `SELECT clock_timestamp()`)
 	testwait.True(t, "it is said again and again", func() bool {
 		must(t, pool, `SELECT pg_current_xact_id()`) // or no snapshot is new, and nothing needs to be read
@@ -340,12 +334,10 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 		return len(silent) >= 2
 	})
 	// Longer than a lease that is not renewed, by the database's clock.
-	_, err = pool.Exec(ctx, `SELECT pg_sleep(extract(epoch FROM $1::timestamptz + interval '12 seconds' - clock_timestamp()))`, locked)
-	require.NoError(t, err)
+	must(t, pool, `SELECT pg_sleep(extract(epoch FROM $1::timestamptz + interval '12 seconds' - clock_timestamp()))`, locked)
 	require.NoError(t, lock.Commit(ctx))
 	testwait.True(t, "the next row is published", func() bool { return len(distinctInOrder(values(t, topic))) == 2 })
 	stop()
-	require.NoError(t, <-done)
 	require.Empty(t, lost, "the lease was lost, since the upkeep waited for the lock, too")
 }
 

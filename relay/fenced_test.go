@@ -3,7 +3,6 @@ package relay_test
 import (
 	"context"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -20,35 +19,57 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// between runs something right before each statement with a tag.
-type between struct {
-	tag string
-	do  func(ctx context.Context)
+// tracer is called right before each statement, also those of a batch, and when a batch was answered. It may
+// change the context of a statement that comes alone.
+type tracer struct {
+	start    func(ctx context.Context, sql string) context.Context
+	batchEnd func()
 }
 
-func (b *between) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
-	if len(query.SQL) > len(b.tag) && query.SQL[:len(b.tag)] == b.tag {
-		b.do(ctx)
-	}
-	return ctx
+func (f *tracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	return f.start(ctx, query.SQL)
 }
 
-func (b *between) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+func (*tracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (f *tracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
 	for _, query := range data.Batch.QueuedQueries {
-		if strings.HasPrefix(query.SQL, b.tag) {
-			b.do(ctx)
-		}
+		f.start(ctx, query.SQL)
 	}
 	return ctx
 }
 
-func (*between) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+func (*tracer) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
 
-func (*between) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+func (f *tracer) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
+	if f.batchEnd != nil {
+		f.batchEnd()
+	}
+}
 
-func (b *between) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+// before runs something right before each statement with a tag.
+func before(tag string, do func(ctx context.Context)) *tracer {
+	return &tracer{start: func(ctx context.Context, sql string) context.Context {
+		if strings.HasPrefix(sql, tag) {
+			do(ctx)
+		}
+		return ctx
+	}}
+}
 
-// meddle is what between does: it changes the database behind the relay's back.
+// breaking lets statements with a tag fail while on.
+func breaking(tag string, on *atomic.Bool) *tracer {
+	return &tracer{start: func(ctx context.Context, sql string) context.Context {
+		if on.Load() && strings.HasPrefix(sql, tag) {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithCancel(ctx)
+			cancel()
+		}
+		return ctx
+	}}
+}
+
+// meddle changes the database behind the relay's back.
 func meddle(t *testing.T, pool *pgxpool.Pool, sql string) func(context.Context) {
 	t.Helper()
 	return func(ctx context.Context) {
@@ -65,54 +86,6 @@ func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.P
 	config.ConnConfig.Tracer = tracer
 	config.ConnConfig.RuntimeParams["application_name"] = "traced"
 	return pgtest.PoolOf(t, config)
-}
-
-// Property: a row that is committed between the look at a slot and its lock is not lost, also where
-// the role's default is a stricter isolation, and one whose transaction is still open then keeps
-// the slot. A slot whose time is not up is kept.
-func TestRowBetweenTheLookAndTheLockIsKept(t *testing.T) {
-	t.Parallel()
-	either(t, "committed", "still open", func(t *testing.T, open bool) {
-		t.Helper()
-		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-		insert(t, pool, topic, "k", "published")
-		drain(t, newRelay(t, pool, relay.Config{}))
-		// A writer that read the slot's number before it was turned.
-		late, err := pool.Begin(ctx)
-		require.NoError(t, err)
-		defer late.Rollback(context.WithoutCancel(ctx))
-		var once sync.Once
-		tidier := newRelay(t, traced(t, pool, &between{"-- relay.lock_slot", func(ctx context.Context) {
-			once.Do(func() {
-				if _, err := late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload, slot) VALUES ($1, 'k', 'late', 0)`, topic); err != nil {
-					t.Error(err)
-				}
-				if !open {
-					if err := late.Commit(ctx); err != nil {
-						t.Error(err)
-					}
-				}
-			})
-		}}), relay.Config{Keep: time.Hour})
-		left := func() int {
-			require.NoError(t, tidier.TidyUp(ctx))
-			return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`) //nolint:contextcheck // the test's
-		}
-		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '59 minutes' WHERE slot = 0; SELECT setval('effectonce.outbox_slot', 1)`)
-		require.NoError(t, err)
-		require.NoError(t, newRelay(t, pool, relay.Config{Keep: time.Hour}).TidyUp(ctx))
-		require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "its time is not up")
-		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '61 minutes' WHERE slot = 0`)
-		require.NoError(t, err)
-		require.Equal(t, 1, left())
-		if open {
-			require.NoError(t, late.Commit(ctx))
-		}
-		require.Equal(t, 1, left(), "it is not published")
-		drain(t, newRelay(t, pool, relay.Config{}))
-		require.Equal(t, []string{"published", "late"}, values(t, topic))
-		require.Zero(t, left())
-	})
 }
 
 // leases is what a relay says about its only shard.
@@ -137,88 +110,78 @@ INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick,
 SELECT t.relay, t.shard, w.advance + 1, w.progress_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
 FROM taken t JOIN effectonce.outbox_progress_now w USING (relay, shard)`
 
-// Property: a replica whose shard another one took, which it can learn only from the epoch, gives
-// up long before its own lease would have ended, leaves the other's lease as it is, and counts
-// nothing as published that is not stored. Row O13 of guarantees.md.
-func TestTakenShardIsGivenUp(t *testing.T) {
+// Property: only one replica publishes at a time. One whose shard another one took, which it can learn only
+// from the epoch, gives up long before its own lease would have ended, leaves the other's lease as it is,
+// and stores and counts nothing more. A lease that is over, or given back, is free. Row O13 of guarantees.md.
+func TestLeaseMovesAndFences(t *testing.T) {
 	t.Parallel()
-	either(t, "without rows", "with rows", func(t *testing.T, rows bool) {
+	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-		var l leases
-		var published atomic.Int64
-		hooks := l.hooks()
-		hooks.Published = func(n int64) { published.Add(n) }
-		running(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
-		testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
-		insert(t, pool, topic, "k", "first")
-		testwait.True(t, "a row is published", func() bool { return published.Load() == 1 })
-		_, err := pool.Exec(ctx, takenSQL)
-		require.NoError(t, err)
-		until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)
-		if rows {
-			insert(t, pool, topic, "k", "second")
-		}
-		testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
-		require.EqualValues(t, 1, published.Load())
-		require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)))
+		either(t, "without rows", "with rows", func(t *testing.T, rows bool) {
+			t.Helper()
+			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+			var l leases
+			var counted atomic.Int64
+			hooks := l.hooks()
+			hooks.Published = func(n int64) { counted.Add(n) }
+			stop := running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: 10 * time.Minute, Hooks: hooks})
+			testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+			second, want := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "second"}), []string{"first"}
+			_, err := second.Drain(t.Context())
+			require.ErrorIs(t, err, relay.ErrLeaseHeld)
+			insert(t, pool, topic, "k", "first")
+			testwait.True(t, "a row is published", func() bool { return counted.Load() == 1 })
+
+			must(t, pool, takenSQL)
+			const untilSQL = `SELECT lease_until FROM effectonce.outbox_progress_now`
+			until := one[time.Time](t, pool, untilSQL)
+			if rows {
+				want = append(want, "second")
+				insert(t, pool, topic, "k", "second")
+			}
+			testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+			stop()
+			require.EqualValues(t, 1, counted.Load())
+			require.Equal(t, 1, published(t, pool), "progress of an earlier epoch")
+			require.True(t, until.Equal(one[time.Time](t, pool, untilSQL)))
+			require.Equal(t, "another", owner(t, pool), "a lost lease must not be given back")
+
+			must(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp()`)
+			drain(t, second)
+			require.Equal(t, want, distinctInOrder(values(t, topic)))
+			require.Empty(t, owner(t, pool), "Drain gives the lease back")
+		})
 	})
 }
 
-// stalled is a pool's tracer that lets statements wait.
-type stalled struct {
-	between
-	fetch   atomic.Bool // the next page waits until release is closed: before it is read …
-	write   func()      // … or, if this is set, afterwards; this runs before
-	reads   atomic.Bool
+// keptBack is a tracer that keeps a page back.
+type keptBack struct {
+	tracer
+	next    atomic.Bool   // the next page is read, and then waits until release is closed
 	waits   chan struct{} // closed when it does
 	release chan struct{}
-	beats   atomic.Int64
 	cut     atomic.Bool // leases cannot be renewed
 }
 
-func newStalled(write func()) *stalled {
-	s := &stalled{write: write, waits: make(chan struct{}), release: make(chan struct{})}
-	s.tag, s.do = "-- relay.beat", func(context.Context) { s.beats.Add(1) }
-	return s
-}
-
-func (s *stalled) TraceQueryStart(ctx context.Context, conn *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
-	ctx = s.between.TraceQueryStart(ctx, conn, query)
-	if s.cut.Load() && strings.HasPrefix(query.SQL, s.tag) {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithCancel(ctx)
-		cancel()
-	}
-	return ctx
-}
-
-func (s *stalled) stall() {
-	close(s.waits)
-	<-s.release
-}
-
-func (s *stalled) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
-	for _, q := range data.Batch.QueuedQueries {
-		if !strings.HasPrefix(q.SQL, "-- relay.fetch\n") || !s.fetch.CompareAndSwap(true, false) {
-			continue
+// newKeptBack returns one that runs something right before it reads that page.
+func newKeptBack(before func()) *keptBack {
+	var reads atomic.Bool
+	k := &keptBack{waits: make(chan struct{}), release: make(chan struct{})}
+	beats := breaking("-- relay.beat", &k.cut)
+	k.start = func(ctx context.Context, sql string) context.Context {
+		if strings.HasPrefix(sql, "-- relay.fetch\n") && k.next.CompareAndSwap(true, false) {
+			before()
+			reads.Store(true)
 		}
-		if s.write == nil {
-			s.stall()
-		} else {
-			s.write()
-			s.reads.Store(true)
+		return beats.start(ctx, sql)
+	}
+	k.batchEnd = func() {
+		if reads.CompareAndSwap(true, false) {
+			close(k.waits)
+			<-k.release
 		}
 	}
-	return ctx
-}
-
-func (s *stalled) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
-
-func (s *stalled) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
-	if s.reads.CompareAndSwap(true, false) {
-		s.stall()
-	}
+	return k
 }
 
 // handed counts records that the relay gave to its client.
@@ -232,23 +195,18 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	longtest.Only(t, "a lease of real seconds")
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	tracer, records := newStalled(func() { insert(t, pool, topic, "k", "after") }), &handed{}
+	page, records := newKeptBack(func() { insert(t, pool, topic, "k", "after") }), &handed{}
 	var l leases
-	r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(records)}, relay.Config{Lease: 2 * time.Second, Hooks: l.hooks()})
-	require.NoError(t, err)
-	stop := starts(t, r)
+	starts(t, newRelay(t, traced(t, pool, page), relay.Config{Lease: 2 * time.Second, Hooks: l.hooks()}, kgo.WithHooks(records)))
 	insert(t, pool, topic, "k", "before")
 	testwait.True(t, "a row is handed over", func() bool { return records.Load() == 1 })
-	tracer.fetch.Store(true)
-	<-tracer.waits
-	tracer.cut.Store(true)
-	testwait.True(t, "the lease is over", func() bool {
-		return one[bool](t, pool, `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress_now`)
-	})
-	close(tracer.release)
+	page.next.Store(true)
+	<-page.waits
+	page.cut.Store(true)
+	becomes(t, pool, "the lease is over", `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress_now`)
+	close(page.release)
 	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 	require.EqualValues(t, 1, records.Load())
-	stop()
 }
 
 // Property: a replica that cannot renew its lease gives the shard up when it is over, also while it
@@ -256,10 +214,10 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	tracer := newStalled(nil)
+	var cut atomic.Bool
 	var l leases
-	running(t, traced(t, pool, tracer), relay.Config{Lease: time.Second, Hooks: l.hooks()})
+	running(t, traced(t, pool, breaking("-- relay.beat", &cut)), relay.Config{Lease: time.Second, Hooks: l.hooks()})
 	testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
-	tracer.cut.Store(true)
+	cut.Store(true)
 	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 }

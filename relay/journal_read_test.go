@@ -52,16 +52,14 @@ type journalOf struct {
 func newJournalOf(t *testing.T, shards int16, fake *kfake.Cluster, configs map[string]*string) *journalOf {
 	t.Helper()
 	pool, fetched := pgtest.Pool(t), &fetchedFrom{topic: "progress"}
-	brokers := kgo.SeedBrokers(fake.ListenAddrs()...)
+
 	j := &journalOf{T: t, fetched: fetched, client: kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.DefaultProduceTopic("progress"), kgo.MaxBufferedRecords(100_000))}
 	j.admin = kadm.NewClient(j.client)
 	j.create(configs)
-	r, err := relay.New(pool, []kgo.Opt{brokers, kgo.WithHooks(fetched)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", Shards: shards})
-	require.NoError(t, err)
-	j.relay = r
+	j.relay = relayAt(t, pool, fake, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", Shards: shards}, kgo.WithHooks(fetched))
 	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', $1)`, shards)
 	for shard := range shards {
-		key, err := r.JournalKey(t.Context(), shard)
+		key, err := j.relay.JournalKey(t.Context(), shard)
 		require.NoError(t, err)
 		j.keys, j.last, j.rows = append(j.keys, key), append(j.last, -1), append(j.rows, -1)
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -23,31 +24,45 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: progress of a transaction that was never committed is no progress: its rows are
-// published. Row O30 of guarantees.md.
+// Property: progress of a transaction that was never committed is no progress: its rows are published, and
+// those that Kafka cannot take when it can, once. Until the commit these are not among the dead, where an
+// operator could decide about what is read again. Rows O12, O30 of guarantees.md.
 func TestProgressOfAnAbortedTransactionDoesNotCount(t *testing.T) {
 	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	// The transaction stays open, with the rows and their progress in it, as behind a relay that
-	// was killed.
-	var repaired atomic.Bool
-	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		if repaired.Load() {
-			return nil, nil, false
-		}
-		fake.KeepControl()
-		response := request.ResponseKind().(*kmsg.EndTxnResponse)
-		response.ErrorCode = kerr.ProducerFenced.Code
-		return response, nil, true
+	either(t, "aborted", "open, as behind a relay that was killed", func(t *testing.T, open bool) {
+		t.Helper()
+		ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var early atomic.Int64
+		var repaired atomic.Bool
+		fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			if repaired.Load() {
+				return nil, nil, false
+			}
+			if open {
+				fake.KeepControl()
+			}
+			var n int64
+			if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n); err != nil {
+				t.Error(err)
+			}
+			early.Add(n)
+			response := request.ResponseKind().(*kmsg.EndTxnResponse)
+			response.ErrorCode = kerr.ProducerFenced.Code
+			return response, nil, true
+		})
+		must(t, pool, mixedSQL)
+		r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: true})
+		_, err := r.Drain(ctx)
+		require.ErrorIs(t, err, kerr.ProducerFenced)
+		repaired.Store(true)
+		require.NoError(t, fake.CreateTopic("missing", 1, nil))
+		drain(t, r)
+		drain(t, r)
+		require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
+		require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
+		require.Zero(t, dead(t, pool))
+		require.Zero(t, early.Load(), "dead rows before the commit")
 	})
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
-	require.NoError(t, err)
-	insert(t, pool, "orders", "k", "1")
-	_, err = r.Drain(t.Context())
-	require.ErrorIs(t, err, kerr.ProducerFenced)
-	repaired.Store(true)
-	require.EqualValues(t, 1, drain(t, r))
-	require.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders"), 1)
 }
 
 // read says that a client was handed what it asked to read.
@@ -73,9 +88,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	stop := starts(t, first)
 	published := func(n int) {
 		t.Helper()
-		testwait.True(t, "rows are published", func() bool {
-			return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == n
-		})
+		testwait.True(t, "rows are published", func() bool { return published(t, pool) == n })
 	}
 	insert(t, pool, topic, "k", "1")
 	published(1)
@@ -92,8 +105,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 		SELECT b.relay, b.shard, w.advance + 1, b.progress_epoch, b.tick, b.next_tick, b.seq, b.floor, b.published, b.journal_offset FROM before b, effectonce.outbox_progress_now w`)
 
 	reads, ended := make(read, 1), make(chan error, 1)
-	second, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(reads)}, cfg)
-	require.NoError(t, err)
+	second := newRelay(t, pool, cfg, kgo.WithHooks(reads))
 	go func() {
 		_, err := second.Drain(ctx)
 		ended <- err
@@ -214,73 +226,12 @@ func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
 func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "progress"))
-	progress := fake.TopicInfo("progress").TopicID
-	silent, answer := make(chan struct{}), make(chan struct{})
-	silence := sync.OnceFunc(func() { close(silent) })
-	t.Cleanup(func() { close(answer) })
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		for _, topic := range request.(*kmsg.ProduceRequest).Topics {
-			if topic.Topic == "progress" || topic.TopicID == progress {
-				silence()
-				fake.SleepControl(func() { <-answer })
-			}
-		}
-		return nil, nil, false
-	})
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
-	require.NoError(t, err)
+	hanging, _ := silent(t, fake, "progress")
+	r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
 	stop := starts(t, r)
 	insert(t, pool, "orders", "k", "1")
-	<-silent
+	<-hanging
 	stop() // without the broker's answer
-}
-
-// overtaken lets a write of progress commit between the snapshot of a page and the return of its
-// statement.
-type overtaken struct {
-	between // write, before the first page
-	step    atomic.Int32
-	read    chan struct{} // closed when the second page was read
-	write   chan struct{} // closed by the test: progress may be stored
-	arrive  chan struct{} // closed by the test: the page returns
-}
-
-// Steps of overtaken.
-const (
-	overtakenIdle int32 = iota
-	overtakenArmed
-	overtakenFirst  // the page that shows the rows, with a number of the sequence above them
-	overtakenSecond // the page after it
-	overtakenDone
-)
-
-func (o *overtaken) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
-	for _, q := range data.Batch.QueuedQueries {
-		switch {
-		case !strings.HasPrefix(q.SQL, "-- relay.fetch\n"):
-		case o.step.CompareAndSwap(overtakenArmed, overtakenFirst):
-			o.do(ctx)
-		default:
-			o.step.CompareAndSwap(overtakenFirst, overtakenSecond)
-		}
-	}
-	return ctx
-}
-
-func (o *overtaken) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
-	if o.step.CompareAndSwap(overtakenSecond, overtakenDone) {
-		close(o.read)
-		<-o.arrive
-	}
-}
-
-func (o *overtaken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
-	stores := strings.HasPrefix(query.SQL, "-- relay.store_tick\n") || strings.HasPrefix(query.SQL, "-- relay.advance\n")
-	if o.step.Load() >= overtakenFirst && stores {
-		<-o.write
-	}
-	return ctx
 }
 
 // Property: a write of progress that commits after a page's snapshot, and before the page arrives,
@@ -292,23 +243,41 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	_, pool := ownCluster(t, nil)
 
 	const rows = 20 // more than those after which a poll begins with a probe of the snapshot
-	tracer := &overtaken{read: make(chan struct{}), write: make(chan struct{}), arrive: make(chan struct{})}
-	write, release := sync.OnceFunc(func() { close(tracer.write) }), sync.OnceFunc(func() { close(tracer.arrive) })
+	stored, arrived, read := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	write, release := sync.OnceFunc(func() { close(stored) }), sync.OnceFunc(func() { close(arrived) })
 	defer write()
 	defer release()
+	const (
+		idle int32 = iota
+		armed
+		first  // the page that shows the rows, with a number of the sequence above them
+		second // the page after it
+		done
+	)
+	var step atomic.Int32
 	var open pgx.Tx
 	var failed error
-	tracer.do = func(ctx context.Context) {
-		if _, failed = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) SELECT $1, 'early' FROM generate_series(1, $2)`, topic, rows); failed != nil {
-			return
+	overtaken := &tracer{start: func(ctx context.Context, sql string) context.Context {
+		switch fetches := strings.HasPrefix(sql, "-- relay.fetch\n"); {
+		case fetches && step.CompareAndSwap(armed, first):
+			meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) SELECT '%s', 'early' FROM generate_series(1, %d)`, topic, rows))(ctx)
+			if open, failed = pool.Begin(context.WithoutCancel(ctx)); failed == nil {
+				_, failed = open.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'late')`, topic)
+			}
+		case fetches:
+			step.CompareAndSwap(first, second)
+		case step.Load() >= first && (strings.HasPrefix(sql, "-- relay.store_tick\n") || strings.HasPrefix(sql, "-- relay.advance\n")):
+			<-stored
 		}
-		if open, failed = pool.Begin(context.WithoutCancel(ctx)); failed != nil {
-			return
+		return ctx
+	}, batchEnd: func() {
+		if step.CompareAndSwap(second, done) {
+			close(read)
+			<-arrived
 		}
-		_, failed = open.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'late')`, topic)
-	}
+	}}
 	var published atomic.Int64
-	r := newRelay(t, traced(t, pool, tracer), relay.Config{
+	r := newRelay(t, traced(t, pool, overtaken), relay.Config{
 		Lease: 10 * time.Minute, PollMax: 20 * time.Millisecond, // no renewal ends meanwhile
 		Hooks: relay.Hooks{Published: func(n int64) { published.Add(n) }},
 	})
@@ -317,13 +286,12 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	insert(t, pool, topic, "k", "first")
 	testwait.True(t, "a row is published", func() bool { return published.Load() == 1 })
 
-	tracer.step.Store(overtakenArmed)
+	step.Store(armed)
 	must(t, pool, `SELECT pg_current_xact_id()`) // something new for the probe of the snapshot
-	testwait.Chan(t, "a page is read", tracer.read)
+	testwait.Chan(t, "a page is read", read)
 	require.NoError(t, failed)
 	defer func() { _ = open.Rollback(context.WithoutCancel(ctx)) }()
-	var beyond bool
-	require.NoError(t, open.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot()) = pg_current_xact_id()`).Scan(&beyond))
+	beyond := one[bool](t, open, `SELECT pg_snapshot_xmax(pg_current_snapshot()) = pg_current_xact_id()`)
 	require.True(t, beyond, "the premise: nothing ended after the transaction began, so that the page's snapshot does not know it")
 	write()
 	testwait.True(t, "progress is stored", func() bool { return published.Load() == 1+rows })
@@ -351,9 +319,7 @@ func TestTickOfProgressIsKept(t *testing.T) {
 	must(t, pool, `UPDATE effectonce.outbox_ticks SET created_at = clock_timestamp() - interval '1 day'`)
 
 	running(t, pool, relay.Config{Lease: 30 * time.Second})
-	testwait.True(t, "older ticks are removed", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) == 0
-	})
+	becomes(t, pool, "older ticks are removed", `SELECT count(*) = 0 FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`)
 	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now JOIN effectonce.outbox_ticks USING (tick) WHERE relay = 'away'`))
 	insert(t, pool, topic, "k", "2")
 	require.EqualValues(t, 1, drain(t, away))

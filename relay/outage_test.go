@@ -15,7 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -40,18 +39,8 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 		pool := pgtest.Pool(t)
 		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
 		random := rand.New(rand.NewPCG(1, 2))
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			switch random.IntN(9) {
-			case 0:
-				return nil, errors.New("connection cut"), true
-			case 1:
-				return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, true
-			case 2:
-				return refuse(request.(*kmsg.ProduceRequest), kerr.RequestTimedOut), nil, true
-			default:
-				return nil, nil, false
-			}
+		onProduce(fake, func([]byte) error {
+			return map[int]error{0: errors.New("connection cut"), 1: kerr.NotEnoughReplicas, 2: kerr.RequestTimedOut}[random.IntN(9)]
 		})
 		for i := range 300 {
 			insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
@@ -101,12 +90,11 @@ func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
 				if exactly {
 					c.left = 4
 				}
-				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-					fake.KeepControl()
+				onProduce(fake, func([]byte) error {
 					if c.left--; c.left >= 0 {
-						return refuse(request.(*kmsg.ProduceRequest), c.why), nil, true
+						return c.why
 					}
-					return nil, nil, false
+					return nil
 				})
 				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
@@ -145,15 +133,13 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 			t.Parallel()
 			pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
 			var codecs atomic.Int64 // a bit for each
-			fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-				fake.KeepControl()
-				produce := request.(*kmsg.ProduceRequest)
+			onProduce(fake, func(records []byte) error {
 				var batch kmsg.RecordBatch
-				if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.Attributes&7 != 0 {
+				if err := batch.ReadFrom(records); err == nil && batch.Attributes&7 != 0 {
 					codecs.Or(1 << (batch.Attributes & 7))
-					return refuse(produce, why), nil, true
+					return why
 				}
-				return nil, nil, false
+				return nil
 			})
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('k' || n, 'UTF8'), convert_to(repeat('x', 1000), 'UTF8') FROM generate_series(1, 20) n`)
 			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, ExactlyOnce: codec != "", Logger: slog.New(slog.NewTextHandler(said, nil))})
@@ -179,19 +165,16 @@ func TestRefusedRowsAreFoundSoon(t *testing.T) {
 				t.Helper()
 				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 				var requests atomic.Int64
-				fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-					fake.KeepControl()
+				onProduce(fake, func([]byte) error {
 					requests.Add(1)
-					return nil, nil, false
+					return nil
 				})
 				poisoned(fake)
 				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', CASE WHEN n BETWEEN $1 AND $2 THEN 'poison' ELSE convert_to(n::text, 'UTF8') END
 					FROM generate_series(1, $3::int) n`, c.first, c.last, c.rows)
 				stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
 				innocent := c.rows - (c.last - c.first + 1)
-				testwait.True(t, "all is published or dead", func() bool {
-					return dead(t, pool) == c.rows-innocent && one[int](t, pool, `SELECT coalesce(max(published), 0)::int FROM effectonce.outbox_progress_now`) == innocent
-				})
+				testwait.True(t, "all is published or dead", func() bool { return dead(t, pool) == c.rows-innocent && published(t, pool) == innocent })
 				stop()
 				require.Len(t, distinctInOrder(valuesAt(t, fake, "orders")), innocent)
 				require.Less(t, requests.Load(), int64(c.requests))
@@ -241,15 +224,14 @@ func TestStopWhileARowGoesAlone(t *testing.T) {
 	poisoned(fake)
 	slow, answer := make(chan struct{}), make(chan struct{})
 	var once sync.Once
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		if records := request.(*kmsg.ProduceRequest).Topics[0].Partitions[0].Records; bytes.Contains(records, []byte("slow")) && !bytes.Contains(records, []byte("poison")) {
+	onProduce(fake, func(records []byte) error {
+		if bytes.Contains(records, []byte("slow")) && !bytes.Contains(records, []byte("poison")) {
 			once.Do(func() {
 				close(slow)
 				fake.SleepControl(func() { <-answer })
 			})
 		}
-		return nil, nil, false
+		return nil
 	})
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'a', 'slow'), ('orders', 'b', 'poison'), ('orders', 'c', '3')`)
 	stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: true}))
@@ -320,7 +302,7 @@ func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 			SELECT 'orders', convert_to('d' || n, 'UTF8'), CASE n WHEN 1 THEN '3' ELSE 'poison' END::bytea FROM generate_series(1, 4) n`)
 		testwait.True(t, "three others are an outage, and what was taken before them is behind progress", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") &&
+			return strings.Contains(problem(t, pool), "several keys") &&
 				one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 3
 		})
 		require.Equal(t, 3, dead(t, pool))
@@ -341,10 +323,30 @@ func TestOutageAtTheEndOfAPageKillsNoRow(t *testing.T) {
 			SELECT 'orders', convert_to('k' || n, 'UTF8'), CASE WHEN n > 14 THEN 'poison' ELSE 'good' END::bytea FROM generate_series(1, 18) n`) // pages have 16
 		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
 		testwait.True(t, "an outage", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") || dead(t, pool) > 0
+			return strings.Contains(problem(t, pool), "several keys") || dead(t, pool) > 0
 		})
 		require.Zero(t, dead(t, pool))
 		require.GreaterOrEqual(t, len(valuesAt(t, fake, "orders")), 14)
+	})
+}
+
+// onProduce lets a function see the records of each produce request, and decide on the answer: an error of
+// Kafka's, another one breaks the connection, and nil leaves it to the brokers.
+func onProduce(fake *kfake.Cluster, answer func(records []byte) error) {
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		produce := request.(*kmsg.ProduceRequest)
+		var records []byte
+		for _, topic := range produce.Topics {
+			for _, partition := range topic.Partitions {
+				records = append(records, partition.Records...)
+			}
+		}
+		err := answer(records)
+		if why := (*kerr.Error)(nil); errors.As(err, &why) {
+			return refuse(produce, why), nil, true
+		}
+		return nil, err, err != nil
 	})
 }
 
@@ -372,9 +374,7 @@ func TestKafkaAwayForLong(t *testing.T) {
 		t.Helper()
 		ctx, pool := t.Context(), pgtest.Pool(t)
 		fake, network := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
-		r, err := relay.New(pool, network.options(fake), relay.Config{Owner: "a", ExactlyOnce: exactly, Lease: time.Second, InFlightBytesMax: 64 << 10})
-		require.NoError(t, err)
-		stop := starts(t, r)
+		r := behindCut(t, pool, fake, network, relay.Config{Owner: "a", ExactlyOnce: exactly, Lease: time.Second, InFlightBytesMax: 64 << 10})
 		insert(t, pool, "orders", "k", "0")
 		testwait.True(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
 		network.away.Store(true)
@@ -393,11 +393,8 @@ func TestKafkaAwayForLong(t *testing.T) {
 		require.Greater(t, backlog.Oldest, 2*time.Hour)
 		network.away.Store(false)
 		testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == rows })
-		stop()
 		require.Zero(t, dead(t, pool))
-		for i, value := range distinctInOrder(valuesAt(t, fake, "orders")) {
-			require.Equal(t, fmt.Sprint(i), value)
-		}
+		require.Equal(t, numbered("", rows), distinctInOrder(valuesAt(t, fake, "orders")))
 	})
 }
 
@@ -419,9 +416,7 @@ func (c *cutConn) Write(p []byte) (int, error) {
 // that restarts, is no reason to give up.
 func TestConnectionLostAtTheStart(t *testing.T) {
 	t.Parallel()
-	ctx := t.Context()
-	config, err := pgxpool.ParseConfig(pgtest.Database(t))
-	require.NoError(t, err)
+	config := pgtest.Pool(t).Config()
 	var losses atomic.Int64
 	losses.Store(3)
 	dial := config.ConnConfig.DialFunc
@@ -431,14 +426,8 @@ func TestConnectionLostAtTheStart(t *testing.T) {
 	}
 	pool, topic := pgtest.PoolOf(t, config), kafkatest.Topic(t, 1)
 	insert(t, pool, topic, "k", "0")
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Lease: time.Minute})
-	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
-	testwait.True(t, `len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0`, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 })
-	stop()
-	require.NoError(t, <-done)
+	starts(t, newRelay(t, pool, relay.Config{}))
+	testwait.True(t, "the row is published", func() bool { return len(values(t, topic)) == 1 })
 	require.Negative(t, losses.Load())
 }
 
@@ -468,10 +457,9 @@ func TestStandbyIsRefused(t *testing.T) {
 	require.NoError(t, cluster.Kill(t.Context()))
 	require.NoError(t, cluster.Restart(t.Context()))
 	pool.Reset()
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
-	require.NoError(t, err)
+	r := newRelay(t, pool, relay.Config{})
 	require.ErrorIs(t, r.Run(t.Context()), relay.ErrNotPrimary)
-	_, err = r.Drain(t.Context())
+	_, err := r.Drain(t.Context())
 	require.ErrorIs(t, err, relay.ErrNotPrimary, "a standby hides nothing")
 }
 

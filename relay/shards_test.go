@@ -39,11 +39,7 @@ func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
 		}
 		var open pgx.Tx
 		begin := func(key string) {
-			var err error
-			open, err = pool.Begin(t.Context())
-			require.NoError(t, err)
-			_, err = open.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', $1, $1)`, []byte(key))
-			require.NoError(t, err)
+			open = opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', $1, $1)`, []byte(key))
 			want[key] = append(want[key], key)
 		}
 		published := func() {
@@ -53,7 +49,7 @@ func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
 		}
 		change := func(from, to int16) {
 			t.Helper()
-			before, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, to)
+			before, err := relay.SetShards(t.Context(), pool, ana, to)
 			require.NoError(t, err)
 			require.Equal(t, from, before)
 			require.Equal(t, []int16{to, to}, one[[]int16](t, pool, `SELECT ARRAY[count(*)::int2, max(shards)] FROM effectonce.outbox_progress_now`))
@@ -99,11 +95,8 @@ func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
 func TestShardsOfARunningRelayAreRefused(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
-	ana := relay.Operator{Who: "ana", Why: "test"}
 	stop := running(t, pool, relay.Config{Owner: "first", Shards: 2})
-	testwait.True(t, "the shards are taken", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 2
-	})
+	becomes(t, pool, "the shards are taken", `SELECT count(*) = 2 FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`)
 	_, err := relay.SetShards(ctx, pool, ana, 3)
 	require.ErrorIs(t, err, relay.ErrRelayRuns)
 	require.ErrorContains(t, err, "stop the relays first (first)")
@@ -142,7 +135,7 @@ func TestHolderOfBeforeTheChangeStoresNothing(t *testing.T) {
 				change := func(ctx context.Context) {
 					once.Do(func() {
 						meddle(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 second'; UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp()`)(ctx)
-						_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+						_, err := relay.SetShards(ctx, pool, ana, 3)
 						if err != nil {
 							t.Error(err)
 						}
@@ -157,7 +150,7 @@ func TestHolderOfBeforeTheChangeStoresNothing(t *testing.T) {
 					insert(t, pool, "orders", fmt.Sprint("k", i%5), fmt.Sprint(i))
 				}
 				insert(t, pool, "missing", "k", "dead")
-				runAt(t, traced(t, pool, &between{statement, change}), fake, relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
+				runAt(t, traced(t, pool, before(statement, change)), fake, relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
 				testwait.True(t, "all is published", func() bool {
 					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == 20 && dead(t, pool) == 1 &&
 						one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 3
@@ -184,7 +177,7 @@ func TestNewShardsBeginAtTheLowestFloor(t *testing.T) {
 			('default', 0, 3, 7, 1, 3, 8, 5, 100), ('default', 1, 2, 107, 2, 3, 9, 6, 10), ('default', 2, 9, 7, 3, NULL, 0, 4, 1)`)
 	change := func(shards int16, want []int64) {
 		t.Helper()
-		_, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, shards)
+		_, err := relay.SetShards(t.Context(), pool, ana, shards)
 		require.NoError(t, err)
 		require.Equal(t, want, one[[]int64](t, pool, `SELECT ARRAY[tick, coalesce(next_tick, -1), seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 0`))
 	}
@@ -204,7 +197,7 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 	drain(t, newRelay(t, pool, relay.Config{Shards: 3}))
 	other := newRelay(t, pool, relay.Config{Owner: "other", Lease: 30 * time.Second})
 	taken, asked := make(chan bool, 1), make(chan error, 1)
-	changing := traced(t, pool, &between{"-- relay.drop_shards", func(ctx context.Context) {
+	changing := traced(t, pool, before("-- relay.drop_shards", func(ctx context.Context) {
 		go func() {
 			took, err := other.Acquires(context.WithoutCancel(ctx), 2)
 			taken <- took
@@ -218,8 +211,8 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 				return
 			}
 		}
-	}})
-	_, err := relay.SetShards(ctx, changing, relay.Operator{Who: "ana", Why: "test"}, 1)
+	}))
+	_, err := relay.SetShards(ctx, changing, ana, 1)
 	require.NoError(t, err)
 	require.NoError(t, testwait.Chan(t, "the other one is refused", asked))
 	require.False(t, <-taken)
@@ -285,13 +278,12 @@ func TestWakeEndsThePause(t *testing.T) {
 // Property: a relay that an operator deleted while a replica stood by makes itself known again.
 func TestDeletedRelayComesBack(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	running(t, pool, relay.Config{})
 	insert(t, pool, topic, "k", "first")
 	testwait.True(t, `kafkatest.Count(t, topic) == 1`, func() bool { return kafkatest.Count(t, topic) == 1 })
-	_, err := pool.Exec(ctx, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
-	require.NoError(t, err)
-	testwait.True(t, `one[int](t, pool, 'SELECT count(*) FROM effectonce.outbox_relays') == 1`, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 })
+	must(t, pool, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
+	becomes(t, pool, `one[int](t, pool, 'SELECT count(*) FROM effectonce.outbox_relays') == 1`, `SELECT count(*) = 1 FROM effectonce.outbox_relays`)
 	insert(t, pool, topic, "k", "second")
 	testwait.True(t, `kafkatest.Count(t, topic) >= 2`, func() bool { return kafkatest.Count(t, topic) >= 2 })
 }
@@ -339,17 +331,16 @@ func TestRelayOfAnOldPrimaryEndsWithItsError(t *testing.T) {
 func TestWakeDuringALookIsNotLost(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	tracer := newStalled(func() {})
-	tracer.fetch.Store(true)
-	r := newRelay(t, traced(t, pool, tracer), relay.Config{Lease: 10 * time.Minute})
+	page := newKeptBack(func() {})
+	page.next.Store(true)
+	r := newRelay(t, traced(t, pool, page), relay.Config{Lease: 10 * time.Minute})
 	relay.PollEvery(r, time.Hour)
-	stop := starts(t, r)
-	<-tracer.waits // it has read nothing
+	starts(t, r)
+	<-page.waits // it has read nothing
 	insert(t, pool, topic, "k", "1")
 	r.Wake()
-	close(tracer.release)
+	close(page.release)
 	testwait.True(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
-	stop()
 }
 
 // Property: a replica that is stopped at any moment, also while it takes a lease, leaves none behind.

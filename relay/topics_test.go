@@ -2,6 +2,7 @@ package relay_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/base64"
@@ -34,25 +35,23 @@ import (
 )
 
 // relayAt is newRelay for a cluster of the test's own.
-func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) *relay.Relay {
+func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, more ...kgo.Opt) *relay.Relay {
 	t.Helper()
-	if cfg.Lease == 0 {
-		cfg.Lease = time.Minute
-	}
+	cfg.Lease = cmp.Or(cfg.Lease, time.Minute)
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
 	opts := []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}
-	r, err := relay.New(pool, opts, cfg)
+	r, err := relay.New(pool, append(opts, more...), cfg)
 	require.NoError(t, err)
 	return r
 }
 
 // runAt lets it run until the test ends.
-func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) {
+func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, more ...kgo.Opt) {
 	t.Helper()
-	cfg.Lease = 30 * time.Second
-	starts(t, relayAt(t, pool, fake, cfg))
+	cfg.Lease = cmp.Or(cfg.Lease, 30*time.Second)
+	starts(t, relayAt(t, pool, fake, cfg, more...))
 }
 
 // incompressible returns a text of n bytes.
@@ -231,22 +230,17 @@ func TestDeletedTopicReleasesTheFlight(t *testing.T) {
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "gone", "other"))
 		var held atomic.Int64
 		var deleted atomic.Bool
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			produce := request.(*kmsg.ProduceRequest)
-			if deleted.Load() || !bytes.Contains(produce.Topics[0].Partitions[0].Records, []byte("held")) {
-				return nil, nil, false
+		onProduce(fake, func(records []byte) error {
+			if deleted.Load() || !bytes.Contains(records, []byte("held")) {
+				return nil
 			}
 			held.Add(1)
-			return refuse(produce, kerr.NotLeaderForPartition), nil, true
+			return kerr.NotLeaderForPartition
 		})
-		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())},
-			relay.Config{ExactlyOnce: exactly, Lease: time.Minute, InFlightBytesMax: 64 << 10})
-		require.NoError(t, err)
-		starts(t, r)
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, InFlightBytesMax: 64 << 10}, kgo.MetadataMinAge(5*time.Second)) // as by default
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'gone', 'k', convert_to('held' || repeat(md5(n::text), 100), 'UTF8') FROM generate_series(1, 100) n`)
 		testwait.True(t, "they are under way", func() bool { return held.Load() > 3 })
-		_, err = kafkaAdmin(t, fake).DeleteTopics(t.Context(), "gone")
+		_, err := kafkaAdmin(t, fake).DeleteTopics(t.Context(), "gone")
 		require.NoError(t, err)
 		deleted.Store(true)
 		begun := time.Now()
@@ -316,8 +310,7 @@ func TestLargeRowsAreReadOnce(t *testing.T) {
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 		SELECT $1, CASE WHEN n % 3 > 0 THEN 'k'::bytea END, convert_to(n || '-' || repeat('x', CASE WHEN n <= 3000 THEN 10
 			WHEN n % 50 = 0 THEN 3000000 WHEN n % 5 = 0 THEN 5 ELSE 100000 END), 'UTF8') FROM generate_series(1, 3250) AS n`, topic)
-	var want int64
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT sum(octet_length(payload) + 100) FROM effectonce.outbox`).Scan(&want))
+	want := one[int64](t, pool, `SELECT sum(octet_length(payload) + 100) FROM effectonce.outbox`)
 
 	drain(t, newRelay(t, counted, relay.Config{InFlightBytesMax: 8 << 20, RecordBytesMax: 4 << 20}))
 	got := values(t, topic)

@@ -507,27 +507,25 @@ func TestDiscardedRowIsNotPublishedAgain(t *testing.T) {
 			require.NoError(t, err)
 		},
 	}
-	for name, back := range goesBack {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool, topic := pgtest.Pool(t), kafkatest.UnusedTopic(t)
-			bystander := pgtest.Connect(t, pool.Config().ConnString())
-			pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`) // keeps the floor down
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'discarded'), ($1, NULL, 'discarded'), ($1, NULL, 'waits'), ($1, 'l', 'waits'), ($1, 'k', 'behind')`, topic)
-			drain(t, newRelay(t, pool, relay.Config{}))
-			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE payload = 'discarded'`)
-			drain(t, newRelay(t, pool, relay.Config{}))
-			require.Equal(t, []int{3, 5}, one[[]int](t, pool, `SELECT ARRAY[count(*) FILTER (WHERE state <> 'discarded'), count(*)] FROM effectonce.outbox_dead`))
-			back(t, pool)
-			kafkatest.CreateTopic(t, topic, 1)
-			drain(t, newRelay(t, pool, relay.Config{}))
-			require.Subset(t, []string{"waits", "behind"}, values(t, topic)) // more than once: they left before progress came by
-			require.Zero(t, dead(t, pool))
-			pgtest.Exec(t, bystander, `COMMIT`)
-			starts(t, newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond}))
-			testwait.True(t, "it is forgotten", func() bool {
-				return one[int](t, pool, `SELECT (SELECT count(*) FROM effectonce.outbox) + (SELECT count(*) FROM effectonce.outbox_dead)`) == 0
-			})
+	each(t, goesBack, func(t *testing.T, back func(*testing.T, *pgxpool.Pool)) {
+		t.Helper()
+		pool, topic := pgtest.Pool(t), kafkatest.UnusedTopic(t)
+		bystander := pgtest.Connect(t, pool.Config().ConnString())
+		pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`) // keeps the floor down
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'discarded'), ($1, NULL, 'discarded'), ($1, NULL, 'waits'), ($1, 'l', 'waits'), ($1, 'k', 'behind')`, topic)
+		drain(t, newRelay(t, pool, relay.Config{}))
+		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE payload = 'discarded'`)
+		drain(t, newRelay(t, pool, relay.Config{}))
+		require.Equal(t, []int{3, 5}, one[[]int](t, pool, `SELECT ARRAY[count(*) FILTER (WHERE state <> 'discarded'), count(*)] FROM effectonce.outbox_dead`))
+		back(t, pool)
+		kafkatest.CreateTopic(t, topic, 1)
+		drain(t, newRelay(t, pool, relay.Config{}))
+		require.Subset(t, []string{"waits", "behind"}, values(t, topic)) // more than once: they left before progress came by
+		require.Zero(t, dead(t, pool))
+		pgtest.Exec(t, bystander, `COMMIT`)
+		starts(t, newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond}))
+		testwait.True(t, "it is forgotten", func() bool {
+			return one[int](t, pool, `SELECT (SELECT count(*) FROM effectonce.outbox) + (SELECT count(*) FROM effectonce.outbox_dead)`) == 0
 		})
-	}
+	})
 }

@@ -3,6 +3,8 @@ package relay_test
 import (
 	"context"
 	"fmt"
+	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -26,13 +28,31 @@ func both(t *testing.T, test func(t *testing.T, exactly bool)) {
 	either(t, "at least once", "exactly once", test)
 }
 
+// eachBoth runs a test for each case, at least once and exactly once.
+func eachBoth[C any](t *testing.T, cases map[string]C, test func(t *testing.T, c C, exactly bool)) {
+	t.Helper()
+	each(t, cases, func(t *testing.T, c C) {
+		t.Helper()
+		both(t, func(t *testing.T, exactly bool) {
+			t.Helper()
+			test(t, c, exactly)
+		})
+	})
+}
+
 // either runs a test for both answers to a question, each under its name.
 func either(t *testing.T, no, yes string, test func(t *testing.T, answer bool)) {
 	t.Helper()
-	for name, answer := range map[string]bool{no: false, yes: true} {
+	each(t, map[string]bool{no: false, yes: true}, test)
+}
+
+// each runs a test for each case, under its name.
+func each[C any](t *testing.T, cases map[string]C, test func(t *testing.T, c C)) {
+	t.Helper()
+	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			test(t, answer)
+			test(t, c)
 		})
 	}
 }
@@ -108,4 +128,73 @@ func drains(t *testing.T, r *relay.Relay) <-chan error {
 		ended <- err
 	}()
 	return ended
+}
+
+// tracer is called right before each statement, also those of a batch, and when a batch was answered. It may
+// change the context of a statement that comes alone.
+type tracer struct {
+	start    func(ctx context.Context, sql string) context.Context
+	batchEnd func()
+}
+
+func (f *tracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	return f.start(ctx, query.SQL)
+}
+
+func (*tracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (f *tracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	for _, query := range data.Batch.QueuedQueries {
+		f.start(ctx, query.SQL)
+	}
+	return ctx
+}
+
+func (*tracer) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (f *tracer) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
+	if f.batchEnd != nil {
+		f.batchEnd()
+	}
+}
+
+// before runs something right before each statement with a tag.
+func before(tag string, do func(ctx context.Context)) *tracer {
+	return &tracer{start: func(ctx context.Context, sql string) context.Context {
+		if strings.HasPrefix(sql, tag) {
+			do(ctx)
+		}
+		return ctx
+	}}
+}
+
+// breaking lets statements with a tag fail while on.
+func breaking(tag string, on *atomic.Bool) *tracer {
+	return &tracer{start: func(ctx context.Context, sql string) context.Context {
+		if on.Load() && strings.HasPrefix(sql, tag) {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithCancel(ctx)
+			cancel()
+		}
+		return ctx
+	}}
+}
+
+// meddle changes the database behind the relay's back.
+func meddle(t *testing.T, pool *pgxpool.Pool, sql string) func(context.Context) {
+	t.Helper()
+	return func(ctx context.Context) {
+		if _, err := pool.Exec(ctx, sql); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// traced is a second pool on a pool's database.
+func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.Pool {
+	t.Helper()
+	config := pool.Config()
+	config.ConnConfig.Tracer = tracer
+	config.ConnConfig.RuntimeParams["application_name"] = "traced"
+	return pgtest.PoolOf(t, config)
 }

@@ -69,59 +69,55 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 // their topic. Row O31 of guarantees.md.
 func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct {
+	type outage struct {
 		why      *kerr.Error
 		last     int // of the rows, which begin with 10
 		left     int // refusals
 		released bool
-	}{
+	}
+	eachBoth(t, map[string]outage{
 		"timestamp": {why: kerr.InvalidTimestamp, last: 10, left: 4},
 		"unknown":   {why: kerr.UnknownServerError, last: 11, left: 4}, // which says nothing about a record
 		"version":   {why: kerr.UnsupportedVersion, last: 11, left: 4},
 		"abortable": {why: kerr.TransactionAbortable, last: 11, left: 4},
 		"policy":    {why: kerr.PolicyViolation, last: 30, left: 15}, // the rows are tried in a turn and a half
 		"released":  {why: kerr.InvalidRecord, last: 30, left: 15, released: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake, c := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1)), c
-				if exactly {
-					c.left = 4
-				}
-				onProduce(fake, func([]byte) error {
-					if c.left--; c.left >= 0 {
-						return c.why
-					}
-					return nil
-				})
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
-					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
-				if !c.released {
-					createAt(t, fake, "orders")
-				}
-				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
-				if c.released {
-					testwait.True(t, "they wait", func() bool { return dead(t, pool) == c.last-9 })
-					createAt(t, fake, "orders")
-				}
-				refused := func() int {
-					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused'`)
-				}
-				testwait.True(t, "all is published", func() bool {
-					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == c.last-9 && dead(t, pool) == 0 || refused() > 0
-				})
-				require.Zero(t, refused())
-				for _, key := range []string{"k1", "k2"} {
-					require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
-				}
-				if exactly {
-					require.Len(t, valuesAt(t, fake, "orders"), c.last-9)
-				}
-			})
+	}, func(t *testing.T, c outage, exactly bool) {
+		t.Helper()
+		pool, fake, c := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1)), c
+		if exactly {
+			c.left = 4
+		}
+		onProduce(fake, func([]byte) error {
+			if c.left--; c.left >= 0 {
+				return c.why
+			}
+			return nil
 		})
-	}
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
+		if !c.released {
+			createAt(t, fake, "orders")
+		}
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
+		if c.released {
+			testwait.True(t, "they wait", func() bool { return dead(t, pool) == c.last-9 })
+			createAt(t, fake, "orders")
+		}
+		refused := func() int {
+			return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused'`)
+		}
+		testwait.True(t, "all is published", func() bool {
+			return len(distinctInOrder(valuesAt(t, fake, "orders"))) == c.last-9 && dead(t, pool) == 0 || refused() > 0
+		})
+		require.Zero(t, refused())
+		for _, key := range []string{"k1", "k2"} {
+			require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
+		}
+		if exactly {
+			require.Len(t, valuesAt(t, fake, "orders"), c.last-9)
+		}
+	})
 }
 
 // Property: where brokers refuse compressed batches the relay sends uncompressed and says once what to
@@ -158,61 +154,55 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 // published twice. Row O10 of guarantees.md.
 func TestRefusedRowsAreFoundSoon(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct{ first, last, rows, requests int }{"one": {12345, 12345, 20_000, 1000}, "many": {1, 60, 70, 230}} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				var requests atomic.Int64
-				onProduce(fake, func([]byte) error {
-					requests.Add(1)
-					return nil
-				})
-				poisoned(fake)
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', CASE WHEN n BETWEEN $1 AND $2 THEN 'poison' ELSE convert_to(n::text, 'UTF8') END
-					FROM generate_series(1, $3::int) n`, c.first, c.last, c.rows)
-				stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
-				innocent := c.rows - (c.last - c.first + 1)
-				testwait.True(t, "all is published or dead", func() bool { return dead(t, pool) == c.rows-innocent && published(t, pool) == innocent })
-				stop()
-				require.Len(t, distinctInOrder(valuesAt(t, fake, "orders")), innocent)
-				require.Less(t, requests.Load(), int64(c.requests))
-				if exactly {
-					require.Len(t, valuesAt(t, fake, "orders"), innocent)
-				}
-			})
+	type refused struct{ first, last, rows, requests int }
+	eachBoth(t, map[string]refused{"one": {12345, 12345, 20_000, 1000}, "many": {1, 60, 70, 230}}, func(t *testing.T, c refused, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var requests atomic.Int64
+		onProduce(fake, func([]byte) error {
+			requests.Add(1)
+			return nil
 		})
-	}
+		poisoned(fake)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', CASE WHEN n BETWEEN $1 AND $2 THEN 'poison' ELSE convert_to(n::text, 'UTF8') END
+			FROM generate_series(1, $3::int) n`, c.first, c.last, c.rows)
+		stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
+		innocent := c.rows - (c.last - c.first + 1)
+		testwait.True(t, "all is published or dead", func() bool { return dead(t, pool) == c.rows-innocent && published(t, pool) == innocent })
+		stop()
+		require.Len(t, distinctInOrder(valuesAt(t, fake, "orders")), innocent)
+		require.Less(t, requests.Load(), int64(c.requests))
+		if exactly {
+			require.Len(t, valuesAt(t, fake, "orders"), innocent)
+		}
+	})
 }
 
 // Property: a topic that takes less than a batch, or than one row of many, costs a few restarts, and other
 // topics flow. Row O11 of guarantees.md.
 func TestRefusedSizesComeToAnEnd(t *testing.T) {
 	t.Parallel()
-	for limit, rows := range map[string]int{"3000": 150, "500": 40} { // below the smallest batch there is no larger row, which would be tried alone at once
-		t.Run(limit, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				small := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", limit)
-				for i := range rows {
-					insert(t, pool, small, fmt.Sprint("k", i%5), incompressible(100))
-				}
-				large := 0
-				if limit == "3000" {
-					large = 1
-					insert(t, pool, small, "big", incompressible(5000))
-				}
-				insert(t, pool, "orders", "k", "1")
-				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
-				testwait.True(t, "the other topic flows", func() bool { return len(valuesAt(t, fake, "orders")) >= 1 && dead(t, pool) == large })
-				testwait.True(t, "so do the small rows", func() bool { return len(distinctInOrder(valuesAt(t, fake, small))) == rows })
-				require.Less(t, one[int](t, pool, `SELECT max(epoch)::int FROM effectonce.outbox_progress`), 60)
-			})
-		})
+	// Below the smallest batch there is no larger row, which would be tried alone at once.
+	type topic struct {
+		limit       string
+		rows, large int
 	}
+	eachBoth(t, map[string]topic{"a larger row": {"3000", 150, 1}, "none": {"500", 40, 0}}, func(t *testing.T, c topic, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		small := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", c.limit)
+		for i := range c.rows {
+			insert(t, pool, small, fmt.Sprint("k", i%5), incompressible(100))
+		}
+		for range c.large {
+			insert(t, pool, small, "big", incompressible(5000))
+		}
+		insert(t, pool, "orders", "k", "1")
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		testwait.True(t, "the other topic flows", func() bool { return len(valuesAt(t, fake, "orders")) >= 1 && dead(t, pool) == c.large })
+		testwait.True(t, "so do the small rows", func() bool { return len(distinctInOrder(valuesAt(t, fake, small))) == c.rows })
+		require.Less(t, one[int](t, pool, `SELECT max(epoch)::int FROM effectonce.outbox_progress`), 60)
+	})
 }
 
 // Property: a row that goes alone while the relay is stopped, and whose transaction cannot be ended in

@@ -235,25 +235,23 @@ const laterSQL = `SELECT count(*) FROM effectonce.outbox_scheduled`
 // reason.
 func TestRefusedMessageForLaterDelaysNoOthers(t *testing.T) {
 	t.Parallel()
-	for name, bad := range map[string]string{
+	each(t, map[string]string{
 		"a CHECK": `convert_to(repeat('x', 2000), 'UTF8')`, "a trigger": `convert_to('raise', 'UTF8')`,
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.Pool(t)
-			must(t, pool, `ALTER TABLE effectonce.outbox ADD CONSTRAINT small CHECK (octet_length(payload) < 1000) NOT VALID;
-				CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''raise'' THEN RAISE EXCEPTION ''no''; END IF; RETURN NEW; END';
-				CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION refuse()`)
-			must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT '2000-01-01', 'orders', CASE n WHEN 1 THEN `+bad+` WHEN 700 THEN `+bad+` ELSE 'good' END FROM generate_series(1, 2500) n`)
-			r := newRelay(t, pool, relay.Config{})
-			require.NoError(t, r.PromoteDue(t.Context()))
-			require.Equal(t, 2498, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
-			require.Equal(t, 2, one[int](t, pool, laterSQL+` WHERE refused LIKE '%(SQLSTATE %'`))
-			must(t, pool, `DROP TRIGGER refuse ON effectonce.outbox; ALTER TABLE effectonce.outbox DROP CONSTRAINT small; UPDATE effectonce.outbox_scheduled SET refused = NULL`)
-			require.NoError(t, r.PromoteDue(t.Context()))
-			require.Zero(t, one[int](t, pool, laterSQL))
-		})
-	}
+	}, func(t *testing.T, bad string) {
+		t.Helper()
+		pool := pgtest.Pool(t)
+		must(t, pool, `ALTER TABLE effectonce.outbox ADD CONSTRAINT small CHECK (octet_length(payload) < 1000) NOT VALID;
+			CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''raise'' THEN RAISE EXCEPTION ''no''; END IF; RETURN NEW; END';
+			CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION refuse()`)
+		must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT '2000-01-01', 'orders', CASE n WHEN 1 THEN `+bad+` WHEN 700 THEN `+bad+` ELSE 'good' END FROM generate_series(1, 2500) n`)
+		r := newRelay(t, pool, relay.Config{})
+		require.NoError(t, r.PromoteDue(t.Context()))
+		require.Equal(t, 2498, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+		require.Equal(t, 2, one[int](t, pool, laterSQL+` WHERE refused LIKE '%(SQLSTATE %'`))
+		must(t, pool, `DROP TRIGGER refuse ON effectonce.outbox; ALTER TABLE effectonce.outbox DROP CONSTRAINT small; UPDATE effectonce.outbox_scheduled SET refused = NULL`)
+		require.NoError(t, r.PromoteDue(t.Context()))
+		require.Zero(t, one[int](t, pool, laterSQL))
+	})
 }
 
 // Property: a session that has locked many messages for later delays no others. When it ends, its own are

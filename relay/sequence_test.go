@@ -375,42 +375,38 @@ func TestRepairEndsLeases(t *testing.T) {
 func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 	longtest.Only(t, "relays and writers at random moments")
 	t.Parallel()
-	for name, sql := range map[string]string{
-		"restart identity": wentBack["restart identity"], "restarted and refilled": wentBack["restart identity"], "setval": wentBack["setval"],
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				owner, pool, _ := roled(t)
-				topic := kafkatest.Topic(t, 1)
-				cfg := relay.Config{ExactlyOnce: exactly, Lease: 2 * time.Second}
-				running(t, pool, cfg)
-				running(t, pool, cfg)
-				want := numbered("before", 50)
-				insertAll(t, owner, topic, want)
-				requireFirsts(t, topic, want)
-				after := numbered("after", 5)
-				if name == "restarted and refilled" {
-					after = numbered("after", 2000)
-				}
-				tx := opened(t, owner, sql)
-				must(t, tx, `INSERT INTO effectonce.outbox (topic, key, payload)
-					SELECT $1, 'k', convert_to(payload, 'UTF8') FROM unnest($2::text[]) WITH ORDINALITY AS all_ (payload, n) ORDER BY n`, topic, after)
-				require.NoError(t, tx.Commit(t.Context()))
-				want = append(want, after...)
-				// There is nothing to repair where progress was not stored yet, or only in Kafka.
-				testwait.True(t, "all rows are there", func() bool {
-					_, err := relay.Repair(t.Context(), owner, ana)
-					require.NoError(t, err)
-					return len(distinctInOrder(values(t, topic))) >= len(want)
-				})
-				requireFirsts(t, topic, want)
-				insertAll(t, owner, topic, []string{"last"})
-				requireFirsts(t, topic, append(want, "last"))
-			})
-		})
+	type back struct {
+		how   string
+		after int // rows
 	}
+	eachBoth(t, map[string]back{
+		"restart identity": {"restart identity", 5}, "restarted and refilled": {"restart identity", 2000}, "setval": {"setval", 5},
+	}, func(t *testing.T, c back, exactly bool) {
+		t.Helper()
+		owner, pool, _ := roled(t)
+		topic := kafkatest.Topic(t, 1)
+		cfg := relay.Config{ExactlyOnce: exactly, Lease: 2 * time.Second}
+		running(t, pool, cfg)
+		running(t, pool, cfg)
+		want := numbered("before", 50)
+		insertAll(t, owner, topic, want)
+		requireFirsts(t, topic, want)
+		after := numbered("after", c.after)
+		tx := opened(t, owner, wentBack[c.how])
+		must(t, tx, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT $1, 'k', convert_to(payload, 'UTF8') FROM unnest($2::text[]) WITH ORDINALITY AS all_ (payload, n) ORDER BY n`, topic, after)
+		require.NoError(t, tx.Commit(t.Context()))
+		want = append(want, after...)
+		// There is nothing to repair where progress was not stored yet, or only in Kafka.
+		testwait.True(t, "all rows are there", func() bool {
+			_, err := relay.Repair(t.Context(), owner, ana)
+			require.NoError(t, err)
+			return len(distinctInOrder(values(t, topic))) >= len(want)
+		})
+		requireFirsts(t, topic, want)
+		insertAll(t, owner, topic, []string{"last"})
+		requireFirsts(t, topic, append(want, "last"))
+	})
 }
 
 // Property: the relay never takes a number as assigned before it is: rows that are assigned it

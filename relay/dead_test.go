@@ -19,7 +19,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
@@ -116,6 +115,7 @@ func TestOrderAcrossPauses(t *testing.T) {
 		pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 		running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: time.Second}) // it takes note of a pause as often as it renews its lease
 		end := keepsWriting(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic)
+		defer end()
 		for range 3 {
 			pauses(t, pool, topic, 0)
 			testwait.True(t, "rows wait", func() bool { return dead(t, pool) > 10 })
@@ -256,9 +256,7 @@ func TestRefusedSideBySide(t *testing.T) {
 		held := func(attempts int) bool {
 			return pgtest.Count(t, pool, strings.ReplaceAll(heldSQL, "$1", fmt.Sprint(attempts))) == 4
 		}
-		testwait.True(t, "they are held", func() bool {
-			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) == 4
-		})
+		becomes(t, pool, "they are held", `SELECT count(*) = 4 FROM effectonce.outbox_dead WHERE state = 'held'`)
 		attempts := one[int](t, pool, `SELECT max(attempts) FROM effectonce.outbox_dead`)
 		require.True(t, held(attempts))
 		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
@@ -292,37 +290,32 @@ func TestFailedPollOfDeadRowsStopsNothing(t *testing.T) {
 // earlier row of its page is answered, because another row of the page was refused.
 func TestDeadRowHoldsNoEarlierRow(t *testing.T) {
 	t.Parallel()
-	test := func(t *testing.T, opts []kgo.Opt, cfg relay.Config) {
+	test := func(t *testing.T, pool *pgxpool.Pool, r *relay.Relay) {
 		t.Helper()
-		pool := pgtest.Pool(t)
 		insert(t, pool, "orders", "other", "poison")
 		insert(t, pool, "orders", "k", "before")
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'k', 'wrong', '{"effectonce-partition": "two"}')`)
 		insert(t, pool, "orders", "k", "behind")
-		r, err := relay.New(pool, opts, cfg)
-		require.NoError(t, err)
 		starts(t, r)
-		testwait.True(t, "the page is handled", func() bool {
-			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason IN ('refused', 'bad_partition')`) == 2
-		})
+		becomes(t, pool, "the page is handled", `SELECT count(*) = 2 FROM effectonce.outbox_dead WHERE reason IN ('refused', 'bad_partition')`)
 		require.Equal(t, "poison refused, wrong bad_partition, behind behind",
 			one[string](t, pool, `SELECT string_agg(convert_from(payload, 'UTF8') || ' ' || reason, ', ' ORDER BY seq) FROM effectonce.outbox_dead`))
 	}
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		poisoned(fake)
-		test(t, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, relay.Config{ExactlyOnce: exactly})
+		test(t, pool, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
 	})
 	t.Run("sink", func(t *testing.T) {
 		t.Parallel()
-		test(t, nil, relay.Config{Sink: &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-			at := slices.IndexFunc(messages, func(m relay.Message) bool { return string(m.Payload) == "poison" })
-			if at < 0 {
-				return len(messages), nil
+		pool, sink := pgtest.Pool(t), &receiver{answer: rowByRow(func(payload string) error {
+			if payload == "poison" {
+				return relay.Refuse(errors.New("poison"))
 			}
-			return at, relay.Refuse(errors.New("poison"))
-		}}})
+			return nil
+		})}
+		test(t, pool, newSinkRelay(t, pool, sink, relay.Config{}))
 	})
 }
 
@@ -377,14 +370,12 @@ func TestRowsRefusedAgainHoldNobodyUp(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	first := true
-	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-		for i, m := range messages {
-			if first || string(m.Payload) == "bad" {
-				return i, relay.Refuse(errors.New("no"))
-			}
+	sink := &receiver{answer: rowByRow(func(payload string) error {
+		if first || payload == "bad" {
+			return relay.Refuse(errors.New("no"))
 		}
-		return len(messages), nil
-	}}
+		return nil
+	})}
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('a', 'bad'), ('a', 'bad'), ('a', 'bad'), ('a', 'good')`)
 	cfg := relay.Config{PageRowsMax: 1}
 	drain(t, newSinkRelay(t, pool, sink, cfg))
@@ -524,8 +515,6 @@ func TestDiscardedRowIsNotPublishedAgain(t *testing.T) {
 		require.Zero(t, dead(t, pool))
 		pgtest.Exec(t, bystander, `COMMIT`)
 		starts(t, newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond}))
-		testwait.True(t, "it is forgotten", func() bool {
-			return one[int](t, pool, `SELECT (SELECT count(*) FROM effectonce.outbox) + (SELECT count(*) FROM effectonce.outbox_dead)`) == 0
-		})
+		becomes(t, pool, "it is forgotten", `SELECT NOT EXISTS (SELECT FROM effectonce.outbox) AND NOT EXISTS (SELECT FROM effectonce.outbox_dead)`)
 	})
 }

@@ -144,7 +144,8 @@ func explained(t *testing.T, pool *pgxpool.Pool, settings, types, sql string, ar
 		}
 	}
 	must(t, tx, "PREPARE explained "+types+" AS "+sql, pgx.QueryExecModeSimpleProtocol)
-	lines := all[string](t, tx, "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, COSTS OFF) EXECUTE explained ("+strings.Join(literals, ", ")+")", pgx.QueryExecModeSimpleProtocol)
+	explain := "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, COSTS OFF) EXECUTE explained (" + strings.Join(literals, ", ") + ")"
+	lines := all[string](t, tx, explain, pgx.QueryExecModeSimpleProtocol)
 	must(t, tx, "DEALLOCATE explained")
 	plan = strings.Join(lines, "\n")
 	whole := regexp.MustCompile(`Buffers: shared(?: hit=(\d+))?(?: read=(\d+))?`).FindStringSubmatch(plan) // the first: of all nodes

@@ -321,13 +321,17 @@ func TestAnotherClusterLosesNothing(t *testing.T) {
 	})
 }
 
-// Property: settings out of bounds are all reported at once, with field, value and bound.
+// Property: settings out of bounds, or that contradict each other, are all reported at once, with field, value
+// and bound.
 func TestConfigReportsAllProblems(t *testing.T) {
 	t.Parallel()
 	_, err := relay.New(nil, nil, relay.Config{Schema: "Bad Schema", Lease: time.Millisecond, PollMin: time.Second, PollMax: time.Millisecond, PageRowsMax: -1, RecordBytesMax: 1, TopicPrefix: "a/"})
 	for _, part := range []string{"Bad Schema", "Lease 1ms", "PollMin 1s", "PageRowsMax -1", "RecordBytesMax 1: want 1024 to 90000000", `TopicPrefix "a/"`, "pool is nil"} {
 		require.ErrorContains(t, err, part)
 	}
+	_, err = relay.New(pgtest.Pool(t), []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, relay.Config{Sink: &receiver{}, ExactlyOnce: true})
+	require.ErrorContains(t, err, "ExactlyOnce with a Sink")
+	require.ErrorContains(t, err, "kafka options with a Sink")
 	for name, option := range map[string]kgo.Opt{"DisableIdempotentWrite": kgo.DisableIdempotentWrite(), "ManualFlushing": kgo.ManualFlushing(), "UnknownTopicRetries": kgo.UnknownTopicRetries(-1), "BrokerMaxWriteBytes": kgo.BrokerMaxWriteBytes(1 << 20)} {
 		_, err = relay.New(pgtest.Pool(t), []kgo.Opt{option}, relay.Config{})
 		require.ErrorContains(t, err, name)

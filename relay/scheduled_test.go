@@ -75,8 +75,9 @@ func TestCancelledOrPublished(t *testing.T) {
 	next.Store(-1)
 	undo := errors.New("rolled back")
 	var cancelling, moving sync.WaitGroup
-	stop, begun := make(chan struct{}), make(chan struct{})
+	begun := make(chan struct{})
 	var meanwhile atomic.Int64
+	var over atomic.Bool
 	move := func() {
 		moved, err := r.PromotePage(ctx, 7)
 		if err != nil {
@@ -116,27 +117,21 @@ func TestCancelledOrPublished(t *testing.T) {
 	for range 2 {
 		moving.Go(func() {
 			<-begun
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					move() // few at a time, also from the end at which the cancelling continues
-				}
+			for !over.Load() {
+				move() // few at a time, also from the end at which the cancelling continues
 			}
 		})
 	}
 	cancelling.Wait()
-	close(stop)
+	over.Store(true)
 	moving.Wait()
 	for one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`) > 0 {
 		require.NoError(t, r.PromoteDue(ctx))
 	}
-	rows, err := pool.Query(ctx, `SELECT id, count(*) FROM effectonce.outbox GROUP BY id`)
-	require.NoError(t, err)
-	published, id, times := map[uuid.UUID]int{}, [16]byte{}, 0
-	_, err = pgx.ForEachRow(rows, []any{&id, &times}, func() error { published[id] = times; return nil })
-	require.NoError(t, err)
+	published := map[uuid.UUID]int{}
+	for _, id := range all[[16]byte](t, pool, `SELECT id FROM effectonce.outbox`) {
+		published[id]++
+	}
 	n := 0
 	for i, m := range msgs {
 		if cancelled[i] {
@@ -216,8 +211,9 @@ func TestMovedInTheOrderOfTheTimes(t *testing.T) {
 	const messages = 2*relay.PromoteRowsMax + 500
 	var msgs []outbox.Message
 	for i := range messages {
-		at := time.Unix(int64(5-i/1000), 0) // a thousand of each time; the last ones come first
-		msgs = append(msgs, outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: fmt.Append(nil, -i/1000*1000+i%1000), DeliverAt: at})
+		// A thousand of each time; the last thousand comes first.
+		at, place := time.Unix(int64(5-i/1000), 0), fmt.Append(nil, -i/1000*1000+i%1000)
+		msgs = append(msgs, outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: place, DeliverAt: at})
 	}
 	for some := range slices.Chunk(msgs, 700) {
 		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return outbox.Publish(ctx, tx, some...) }))

@@ -340,9 +340,7 @@ func TestRepairWaitsForWriters(t *testing.T) {
 		assert.NoError(t, err)
 		repaired <- done
 	}()
-	testwait.True(t, "the repair waits", func() bool {
-		return one[int](t, owner, `SELECT count(*) FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`) > 0
-	})
+	becomes(t, owner, "the repair waits", `SELECT count(*) > 0 FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`)
 	require.NoError(t, writer.Commit(ctx))
 	require.EqualValues(t, 1, (<-repaired).Renumbered)
 	require.EqualValues(t, 1, drain(t, r))
@@ -416,22 +414,9 @@ func TestSequenceIsNeverReadAhead(t *testing.T) {
 	longtest.Only(t, "a hammer of three seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	var looked atomic.Bool
-	var group errgroup.Group
 	for range 2 {
-		group.Go(func() error {
-			for !looked.Load() {
-				if _, err := pool.Exec(t.Context(), `SELECT count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
+		defer keepsWriting(t, pool, `SELECT $1::text, $2::bytea, count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`, "")()
 	}
-	defer func() {
-		looked.Store(true)
-		require.NoError(t, group.Wait())
-	}()
 	begun := time.Now()
 	for looks := 0; looks < 500 || time.Since(begun) < 3*time.Second; looks++ {
 		var read, given int64

@@ -14,7 +14,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
@@ -58,6 +57,18 @@ func (s *receiver) all() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.received)
+}
+
+// rowByRow is an answer that takes rows up to the first one with an error.
+func rowByRow(refusal func(payload string) error) func(context.Context, []relay.Message) (int, error) {
+	return func(_ context.Context, messages []relay.Message) (int, error) {
+		for i, m := range messages {
+			if err := refusal(string(m.Payload)); err != nil {
+				return i, err
+			}
+		}
+		return len(messages), nil
+	}
 }
 
 func newSinkRelay(t *testing.T, pool *pgxpool.Pool, sink relay.Sink, cfg relay.Config) *relay.Relay {
@@ -142,15 +153,13 @@ func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	refuses := true
-	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-		for i, m := range messages {
-			if refuses && string(m.Payload) == "bad" {
-				// More than a column takes, and what no column takes.
-				return i, fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject: \x00\xff"+strings.Repeat("あ", 2000))))
-			}
+	sink := &receiver{answer: rowByRow(func(payload string) error {
+		if refuses && payload == "bad" {
+			// More than a column takes, and what no column takes.
+			return fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject: \x00\xff"+strings.Repeat("あ", 2000))))
 		}
-		return len(messages), nil
-	}}
+		return nil
+	})}
 	r := newSinkRelay(t, pool, sink, relay.Config{})
 	for _, row := range [][2]string{{"k", "1"}, {"k", "bad"}, {"other", "2"}, {"k", "3"}} {
 		insert(t, pool, "a", row[0], row[1])
@@ -210,18 +219,16 @@ func TestSinkTroubleBehindARefusalLosesNothing(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	trouble := true
-	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-		for i, m := range messages {
-			switch {
-			case string(m.Payload) == "bad":
-				return i, relay.Refuse(errors.New("no such subject"))
-			case trouble && string(m.Payload) == "3":
-				trouble = false
-				return i, errors.New("receiver is away")
-			}
+	sink := &receiver{answer: rowByRow(func(payload string) error {
+		switch {
+		case payload == "bad":
+			return relay.Refuse(errors.New("no such subject"))
+		case trouble && payload == "3":
+			trouble = false
+			return errors.New("receiver is away")
 		}
-		return len(messages), nil
-	}}
+		return nil
+	})}
 	for _, row := range []string{"1", "bad", "2", "3"} {
 		insert(t, pool, "a", row, row)
 	}
@@ -272,14 +279,6 @@ func TestSinkThatMiscountsIsNotBelieved(t *testing.T) {
 		require.ErrorContains(t, err, fmt.Sprintf("accepted %d of 1 messages", n))
 	}
 	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, &receiver{}, relay.Config{})))
-}
-
-// Property: settings that contradict each other are refused, all at once.
-func TestSinkWithKafkaIsRefused(t *testing.T) {
-	t.Parallel()
-	_, err := relay.New(pgtest.Pool(t), []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, relay.Config{Sink: &receiver{}, ExactlyOnce: true})
-	require.ErrorContains(t, err, "ExactlyOnce with a Sink")
-	require.ErrorContains(t, err, "kafka options with a Sink")
 }
 
 // Property: replicas that share shards hand a sink each key's rows in order, whatever fails:

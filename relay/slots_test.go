@@ -47,9 +47,8 @@ func TestSlotsTakeTurns(t *testing.T) {
 	}
 	require.Equal(t, 0, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot = 0`))
 	require.NoError(t, late.Commit(ctx))
-	testwait.True(t, "the slot takes its turn, too", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) == 4 && one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) == 0
-	})
+	becomes(t, pool, "the slot takes its turn, too", `SELECT count(*) = 4 FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`)
+	becomes(t, pool, "its rows are gone", `SELECT count(*) = 0 FROM effectonce.outbox_0`)
 	// First occurrences: a lease that was lost on a busy machine has rows published twice.
 	firsts := func(key string) []string { return distinctInOrder(keyed(t, topic, key)) }
 	testwait.True(t, "all rows are there", func() bool { return len(firsts("k")) == n && len(firsts("late")) == 1 })

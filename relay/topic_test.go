@@ -290,7 +290,8 @@ func resumes(t *testing.T, pool *pgxpool.Pool, topics ...string) {
 	require.Equal(t, topics[:1], changed)
 }
 
-// keepsWriting runs a statement again and again until it is ended, with the number of the time.
+// keepsWriting runs a statement again and again, with the number of the time, until end, which a test calls
+// before it returns.
 func keepsWriting(t *testing.T, pool *pgxpool.Pool, sql, topic string) (end func() (times int)) {
 	t.Helper()
 	var stop atomic.Bool
@@ -304,13 +305,11 @@ func keepsWriting(t *testing.T, pool *pgxpool.Pool, sql, topic string) (end func
 			}
 		}
 	}()
-	end = func() int {
+	return func() int {
 		stop.Store(true)
 		<-ended
 		return times
 	}
-	t.Cleanup(func() { end() })
-	return end
 }
 
 // Property: a pause is confirmed only after every row that was read before it is acknowledged:
@@ -353,7 +352,7 @@ func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 	for _, owner := range []string{"a", "b", "stands by"} {
 		running(t, pool, relay.Config{Owner: owner, Shards: 2, PageRowsMax: 20, Lease: 30 * time.Second})
 	}
-	keepsWriting(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, k::text::bytea, $2 FROM generate_series(1, 20) k`, topic)
+	defer keepsWriting(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, k::text::bytea, $2 FROM generate_series(1, 20) k`, topic)()
 	for range 3 {
 		before := kafkatest.Count(t, topic)
 		testwait.True(t, "rows flow", func() bool { return kafkatest.Count(t, topic) > before })

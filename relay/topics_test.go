@@ -152,9 +152,7 @@ func TestTopicThatIsOnlyRefusedWaits(t *testing.T) {
 		require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
 		tried := refused.Hits()
 		testwait.True(t, "it is tried again", func() bool { return refused.Hits() > tried })
-		testwait.True(t, "they wait again", func() bool {
-			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) >= 2
-		})
+		becomes(t, pool, "they wait again", `SELECT count(*) >= 2 FROM effectonce.outbox_dead WHERE state = 'held'`)
 		refused.Remove()
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4')`)
 		testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 4 })

@@ -40,7 +40,8 @@ func (c *cut) dial(ctx context.Context, network, address string) (net.Conn, erro
 // behindCut lets a relay run whose brokers are behind a network.
 func behindCut(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, network *cut, cfg relay.Config) *relay.Relay {
 	t.Helper()
-	r := relayAt(t, pool, fake, cfg, kgo.Dialer(network.dial), kgo.RetryTimeout(time.Second))
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(network.dial), kgo.RetryTimeout(time.Second)}, cfg)
+	require.NoError(t, err)
 	starts(t, r)
 	return r
 }

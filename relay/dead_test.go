@@ -329,42 +329,6 @@ func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 
-// Property: a stop while rows are tried one by one commits nothing that is not in progress: each is
-// published once.
-func TestStopAmongSuspectsPublishesOnce(t *testing.T) {
-	longtest.Only(t, "when the relay notices the stop is up to chance")
-	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	var asked atomic.Int64
-	sent, answer := make(chan struct{}), make(chan struct{})
-	onProduce(fake, func([]byte) error {
-		switch asked.Add(1) {
-		case 1: // which makes all rows suspects
-			return kerr.InvalidRecord
-		case 2:
-			close(sent)
-			fake.SleepControl(func() { <-answer })
-		}
-		return nil
-	})
-	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1'), ('orders', '2')`)
-	relays := func() *relay.Relay {
-		r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: true, Lease: time.Minute})
-		return r
-	}
-	ctx, stop := context.WithCancel(t.Context())
-	done, r := make(chan error, 1), relays()
-	go func() { done <- r.Run(ctx) }()
-	<-sent
-	stop()
-	// It takes note, which nothing shows: a broker that answers sooner proves nothing.
-	require.True(t, pause.For(t.Context(), 500*time.Millisecond))
-	close(answer)
-	require.NoError(t, <-done)
-	drain(t, relays())
-	require.Equal(t, []string{"1", "2"}, valuesAt(t, fake, "orders"))
-}
-
 // Property: rows that are refused again, however many, do not keep those behind them waiting.
 func TestRowsRefusedAgainHoldNobodyUp(t *testing.T) {
 	t.Parallel()

@@ -48,10 +48,10 @@ func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Co
 }
 
 // runAt lets it run until the test ends.
-func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, more ...kgo.Opt) {
+func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) {
 	t.Helper()
 	cfg.Lease = cmp.Or(cfg.Lease, 30*time.Second)
-	starts(t, relayAt(t, pool, fake, cfg, more...))
+	starts(t, relayAt(t, pool, fake, cfg))
 }
 
 // incompressible returns a text of n bytes.
@@ -197,10 +197,14 @@ func TestDeletedTopicReleasesTheFlight(t *testing.T) {
 			held.Add(1)
 			return kerr.NotLeaderForPartition
 		})
-		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, InFlightBytesMax: 64 << 10}, kgo.MetadataMinAge(5*time.Second)) // as by default
+		// With the options that the relay has by default.
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())},
+			relay.Config{ExactlyOnce: exactly, Lease: time.Minute, InFlightBytesMax: 64 << 10})
+		require.NoError(t, err)
+		starts(t, r)
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'gone', 'k', convert_to('held' || repeat(md5(n::text), 100), 'UTF8') FROM generate_series(1, 100) n`)
 		testwait.True(t, "they are under way", func() bool { return held.Load() > 3 })
-		_, err := kafkaAdmin(t, fake).DeleteTopics(t.Context(), "gone")
+		_, err = kafkaAdmin(t, fake).DeleteTopics(t.Context(), "gone")
 		require.NoError(t, err)
 		deleted.Store(true)
 		begun := time.Now()

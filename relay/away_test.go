@@ -17,7 +17,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
@@ -38,8 +37,13 @@ func (c *cut) dial(ctx context.Context, network, address string) (net.Conn, erro
 	return &cutConn{Conn: conn, cut: &c.away}, err
 }
 
-func (c *cut) options(fake *kfake.Cluster) []kgo.Opt {
-	return []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(c.dial), kgo.RetryTimeout(time.Second)}
+// behindCut lets a relay run whose brokers are behind a network.
+func behindCut(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, network *cut, cfg relay.Config) *relay.Relay {
+	t.Helper()
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(network.dial), kgo.RetryTimeout(time.Second)}, cfg)
+	require.NoError(t, err)
+	starts(t, r)
+	return r
 }
 
 // describe returns what the replicas say of themselves.
@@ -51,6 +55,21 @@ func describe(t *testing.T, pool *pgxpool.Pool) string {
 func problems(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
 	return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_replicas WHERE problem IS NOT NULL`)
+}
+
+// shares waits until the replicas have as many shards each.
+func shares(t *testing.T, pool *pgxpool.Pool, want string) {
+	t.Helper()
+	testwait.Equal(t, want, "shares", func() string {
+		return one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || n, ', ' ORDER BY owner), '') FROM (
+			SELECT owner, count(*) AS n FROM effectonce.outbox_progress WHERE lease_until > clock_timestamp() GROUP BY owner) s`)
+	})
+}
+
+// problem is what one of them says.
+func problem(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	return one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`)
 }
 
 // holder returns who holds each shard, under which epoch.
@@ -71,9 +90,7 @@ func TestBrokerOutageIsWaitedOut(t *testing.T) {
 		var said lockedBuffer
 		for _, owner := range []string{"a", "b"} {
 			cfg := relay.Config{Owner: owner, Lease: 4 * time.Second, ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))}
-			r, err := relay.New(pool, network.options(fake), cfg)
-			require.NoError(t, err)
-			starts(t, r)
+			behindCut(t, pool, fake, network, cfg)
 		}
 		insert(t, pool, "orders", "k", "0")
 		testwait.True(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
@@ -113,14 +130,14 @@ func TestBrokersThatOnlyRefuseAreWaitedFor(t *testing.T) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		var short atomic.Bool
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, short.Load()
+		onProduce(fake, func([]byte) error {
+			if short.Load() {
+				return kerr.NotEnoughReplicas
+			}
+			return nil
 		})
 		for _, owner := range []string{"a", "b"} {
-			r, err := relay.New(pool, (&cut{}).options(fake), relay.Config{Owner: owner, Lease: 5 * time.Second, ExactlyOnce: exactly})
-			require.NoError(t, err)
-			starts(t, r)
+			behindCut(t, pool, fake, &cut{}, relay.Config{Owner: owner, Lease: 5 * time.Second, ExactlyOnce: exactly})
 		}
 		insert(t, pool, "orders", "k", "0")
 		testwait.True(t, "the first is published", func() bool {
@@ -130,10 +147,9 @@ func TestBrokersThatOnlyRefuseAreWaitedFor(t *testing.T) {
 		short.Store(true)
 		insert(t, pool, "orders", "k", "1")
 		testwait.True(t, "it says what it waits for", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "not acknowledged")
+			return strings.Contains(problem(t, pool), "not acknowledged")
 		})
-		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(5)`)
-		require.NoError(t, err)
+		must(t, pool, `SELECT pg_sleep(5)`)
 		require.Equal(t, before, holder(t, pool))
 		require.Equal(t, "a publishing, b standing_by", describe(t, pool))
 		short.Store(false)
@@ -154,14 +170,10 @@ func TestReplicaThatIsCutOffYields(t *testing.T) {
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		networks := map[string]*cut{"a": {}, "b": {}}
 		for _, owner := range []string{"a", "b"} {
-			r, err := relay.New(pool, networks[owner].options(fake), relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
-			require.NoError(t, err)
-			starts(t, r)
+			behindCut(t, pool, fake, networks[owner], relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
 			testwait.True(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
 		}
-		testwait.True(t, "they share", func() bool {
-			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
-		})
+		shares(t, pool, "a 2, b 1")
 		more := func(until int) {
 			for i := until - 30; i < until; i++ {
 				insert(t, pool, "orders", fmt.Sprint("k", i%9), fmt.Sprint(i))
@@ -172,18 +184,14 @@ func TestReplicaThatIsCutOffYields(t *testing.T) {
 		testwait.True(t, "they know the topic", func() bool { return published() == 30 })
 		networks["a"].away.Store(true)
 		more(60)
-		testwait.True(t, "the other takes all, and publishes them", func() bool {
-			return strings.Count(holder(t, pool), "b ") == 3 && published() == 60
-		})
+		shares(t, pool, "b 3")
+		testwait.True(t, "the other publishes them", func() bool { return published() == 60 })
 		held := holder(t, pool)
 		testwait.True(t, "both say so", func() bool { return describe(t, pool) == "a kafka_away, b publishing" })
-		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
-		require.NoError(t, err)
+		must(t, pool, `SELECT pg_sleep(4)`)
 		require.Equal(t, held, holder(t, pool), "nothing changes hands meanwhile")
 		networks["a"].away.Store(false)
-		testwait.True(t, "they share again", func() bool {
-			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
-		})
+		shares(t, pool, "a 2, b 1")
 	})
 }
 
@@ -216,39 +224,13 @@ func TestSinkTriesAgain(t *testing.T) {
 		return one[string](t, pool, `SELECT coalesce(max(owner || problem), '') FROM effectonce.outbox_replicas`) == "ashard 0: hand rows to the sink: receiver is away"
 	})
 	for range 20 {
-		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(0.2)`)
-		require.NoError(t, err)
+		must(t, pool, `SELECT pg_sleep(0.2)`)
 		require.NotContains(t, holder(t, pool), "b ")
 	}
 	require.Less(t, tries.Load(), int64(20), "the pauses grow")
 	away.Store(false)
 	testwait.True(t, "it is published", func() bool { return len(sink.all()) == 2 })
 	testwait.True(t, "nothing is wrong", func() bool { return problems(t, pool) == 0 })
-}
-
-// hooked records the calls of hooks.
-type hooked struct {
-	mu   sync.Mutex
-	hung map[int16]bool
-	held map[int16]bool
-}
-
-func (h *hooked) hooks() relay.Hooks {
-	h.hung, h.held = map[int16]bool{}, map[int16]bool{}
-	set := func(m map[int16]bool) func(int16, bool) {
-		return func(shard int16, is bool) {
-			h.mu.Lock()
-			defer h.mu.Unlock()
-			m[shard] = is
-		}
-	}
-	return relay.Hooks{Hung: set(h.hung), Lease: set(h.held)}
-}
-
-func (h *hooked) is(m map[int16]bool, shard int16) bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return m[shard]
 }
 
 // Property: a Sink that never returns for one shard of a replica costs that replica the shard: its
@@ -271,33 +253,35 @@ func TestHungShardIsTakenOver(t *testing.T) {
 		}
 		return len(messages), nil
 	}}
-	var told hooked
+	var hung, held sync.Map // by shard
+	is := func(m *sync.Map, shard int16) bool {
+		v, _ := m.Load(shard)
+		return v == true
+	}
+	hooks := relay.Hooks{Hung: func(shard int16, is bool) { hung.Store(shard, is) }, Lease: func(shard int16, is bool) { held.Store(shard, is) }}
 	var said lockedBuffer
-	starts(t, newSinkRelay(t, pool, hangs, relay.Config{Owner: "a", Shards: 2, Lease: 2 * time.Second, Hooks: told.hooks(), Logger: slog.New(slog.NewTextHandler(&said, nil))}))
-	testwait.True(t, "it holds both", func() bool { return strings.Count(holder(t, pool), "a ") == 2 })
+	starts(t, newSinkRelay(t, pool, hangs, relay.Config{Owner: "a", Shards: 2, Lease: 2 * time.Second, Hooks: hooks, Logger: slog.New(slog.NewTextHandler(&said, nil))}))
+	shares(t, pool, "a 2")
 	insert(t, pool, "a", "k2", "refused")
 	testwait.True(t, "a row is dead", func() bool { return dead(t, pool) == 1 })
 	insert(t, pool, "a", "k", "poison")
 	shard := one[int16](t, pool, `SELECT shard % 2 FROM effectonce.outbox WHERE key = 'k'`)
-	testwait.True(t, "the shard is given up, the other is kept: no other replica runs", func() bool {
-		return told.is(told.hung, shard) && strings.Count(holder(t, pool), "a ") == 1
-	})
+	shares(t, pool, "a 1") // the other is kept: no other replica runs
+	testwait.True(t, "the hook names it", func() bool { return is(&hung, shard) })
 	testwait.True(t, "it says so", func() bool {
 		return describe(t, pool) == "a stuck" && strings.Contains(said.String(), fmt.Sprintf("shard=%d", shard)) && strings.Contains(said.String(), "a shard hangs")
 	})
-	testwait.True(t, "it counts as lost", func() bool { return !told.is(told.held, shard) && told.is(told.held, 1-shard) })
+	testwait.True(t, "it counts as lost", func() bool { return !is(&held, shard) && is(&held, 1-shard) })
 
 	takes := &receiver{}
 	starts(t, newSinkRelay(t, pool, takes, relay.Config{Owner: "b", Shards: 2, Lease: 2 * time.Second}))
-	testwait.True(t, "another replica takes both", func() bool { return strings.Count(holder(t, pool), "b ") == 2 })
+	shares(t, pool, "b 2")
 	insert(t, pool, "a", "k", "next")
 	testwait.True(t, "and publishes", func() bool { return len(takes.all()) == 2 })
 	require.Equal(t, []string{"poison", "next"}, takes.all())
 	returns()
-	testwait.True(t, "the first is well again", func() bool { return !told.is(told.hung, shard) })
-	testwait.True(t, "they share", func() bool {
-		return strings.Count(holder(t, pool), "a ") == 1 && strings.Count(holder(t, pool), "b ") == 1
-	})
+	testwait.True(t, "the first is well again", func() bool { return !is(&hung, shard) })
+	shares(t, pool, "a 1, b 1")
 }
 
 // Property: if the outbox cannot be read, while the leases can be renewed, the relay does not wait
@@ -307,46 +291,33 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 	longtest.Only(t, "limits of real seconds")
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	var mu sync.Mutex
-	var silent, lost []string
+	var silent, lost atomic.Int64
 	interrupted := func(err error) {
-		mu.Lock()
-		defer mu.Unlock()
+		t.Log(err)
 		if strings.Contains(err.Error(), "the database does not answer on this connection") {
-			silent = append(silent, err.Error())
+			silent.Add(1)
 		} else if strings.Contains(err.Error(), "lease lost") { // on a busy machine other statements are late, too
-			lost = append(lost, err.Error())
+			lost.Add(1)
 		}
 	}
 	r := newRelay(t, pool, relay.Config{Lease: 12 * time.Second, Keep: 100 * time.Millisecond, Hooks: relay.Hooks{Interrupted: interrupted}})
 	r.SetPatience(2 * time.Second)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 	insert(t, pool, topic, "k", "1")
 	testwait.True(t, "a row is published", func() bool { return len(distinctInOrder(values(t, topic))) == 1 })
-	lock, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer lock.Rollback(context.WithoutCancel(ctx))
-	_, err = lock.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '2')`, topic)
-	require.NoError(t, err)
-	_, err = lock.Exec(ctx, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
-	require.NoError(t, err)
+	lock := opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '2')`, topic)
+	must(t, lock, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
 	locked := one[time.Time](t, pool, `SELECT clock_timestamp()`)
 	testwait.True(t, "it is said again and again", func() bool {
 		must(t, pool, `SELECT pg_current_xact_id()`) // or no snapshot is new, and nothing needs to be read
-		mu.Lock()
-		defer mu.Unlock()
-		return len(silent) >= 2
+		return silent.Load() >= 2
 	})
 	// Longer than a lease that is not renewed, by the database's clock.
-	_, err = pool.Exec(ctx, `SELECT pg_sleep(extract(epoch FROM $1::timestamptz + interval '12 seconds' - clock_timestamp()))`, locked)
-	require.NoError(t, err)
+	must(t, pool, `SELECT pg_sleep(extract(epoch FROM $1::timestamptz + interval '12 seconds' - clock_timestamp()))`, locked)
 	require.NoError(t, lock.Commit(ctx))
 	testwait.True(t, "the next row is published", func() bool { return len(distinctInOrder(values(t, topic))) == 2 })
 	stop()
-	require.NoError(t, <-done)
-	require.Empty(t, lost, "the lease was lost, since the upkeep waited for the lock, too")
+	require.Zero(t, lost.Load(), "the lease was lost, since the upkeep waited for the lock, too")
 }
 
 // Property: a recovery may take longer than a statement: its rows are published when it is done.
@@ -374,8 +345,6 @@ func TestOldTicksAreForgotten(t *testing.T) {
 	insert(t, pool, topic, "k", "1")
 	drain(t, newRelay(t, pool, relay.Config{}))
 	running(t, pool, relay.Config{Lease: 30 * time.Second}) // half of it is what the upkeep may take
-	testwait.True(t, "they are forgotten", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) <= 25000
-	})
+	becomes(t, pool, "they are forgotten", `SELECT count(*) <= 25000 FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`)
 	require.Equal(t, 25000, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:' AND created_at > clock_timestamp() - interval '10 minutes'`))
 }

@@ -4,16 +4,13 @@ import (
 	"context"
 	"errors"
 	"strconv"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
-	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -36,55 +33,6 @@ func valuesAt(t *testing.T, fake *kfake.Cluster, topic string) (all []string) {
 const mixedSQL = `INSERT INTO effectonce.outbox (topic, key, payload) VALUES
 	('orders', 'k', '1'), ('missing', 'k', '2'), ('missing', NULL, '3'), ('orders', 'l', '4'), ('missing', 'k', '5'), ('orders', NULL, '6')`
 
-// Property: a row that Kafka cannot take is published once, when it can, also where the holder of
-// its shard dies before the transaction that steps over it is committed; until then it is not among
-// the dead, where an operator could decide about what is read again. Rows O12, O30 of
-// guarantees.md.
-func TestDeadRowOfAnAbortedTransactionIsPublishedOnce(t *testing.T) {
-	t.Parallel()
-	ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	var early atomic.Int64
-	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		var n int64
-		if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n); err != nil {
-			t.Error(err)
-		}
-		early.Store(n)
-		response := request.ResponseKind().(*kmsg.EndTxnResponse)
-		response.ErrorCode = kerr.ProducerFenced.Code
-		return response, nil, true
-	})
-	must(t, pool, mixedSQL)
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
-	require.NoError(t, err)
-	_, err = r.Drain(ctx)
-	require.ErrorIs(t, err, kerr.ProducerFenced)
-	require.NoError(t, fake.CreateTopic("missing", 1, nil))
-	drain(t, r)
-	drain(t, r)
-	require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
-	require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
-	require.Zero(t, dead(t, pool))
-	require.Zero(t, early.Load(), "dead rows before the commit")
-}
-
-// broken is a tracer that lets statements with a tag fail.
-type broken struct {
-	tag string
-	on  atomic.Bool
-}
-
-func (b *broken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
-	if b.on.Load() && strings.HasPrefix(query.SQL, b.tag) {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithCancel(ctx)
-		cancel()
-	}
-	return ctx
-}
-
-func (*broken) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
-
 // Property: a row that a committed transaction stepped over is not lost where its holder dies
 // before it is among the dead: the next one finds it in the progress topic, also where rows around
 // it went alone. Rows O12, O30 of guarantees.md.
@@ -100,20 +48,20 @@ func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 		}
 		must(t, pool, mixedSQL)
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, payload, headers) VALUES ('orders', '7', '{"n": {}}')`)
-		tracer := &broken{tag: "-- relay.move_to_dead"}
-		r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
-		require.NoError(t, err)
-		tracer.on.Store(true)
+		var dies atomic.Bool
+		r := relayAt(t, traced(t, pool, breaking("-- relay.move_to_dead", &dies)), fake, relay.Config{ExactlyOnce: true})
+		dies.Store(true)
 		for dying := 0; ; dying++ {
 			require.Less(t, dying, 5, "it never comes to the dead rows")
-			if _, err = r.Drain(t.Context()); errors.Is(err, context.Canceled) {
+			_, err := r.Drain(t.Context())
+			if errors.Is(err, context.Canceled) {
 				break
 			}
 			require.NoError(t, err)
 		}
 		require.Zero(t, dead(t, pool))
 		require.NotEmpty(t, valuesAt(t, fake, "orders"), "the test's own premise: the transaction is committed")
-		tracer.on.Store(false)
+		dies.Store(false)
 		drain(t, r)
 		require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
 		require.Equal(t, []string{"2 held", "3 held", "5 behind", "7 held"}, one[[]string](t, pool,
@@ -146,15 +94,13 @@ func TestDeadRowsOutliveACrash(t *testing.T) {
 			ended <- server.Kill(context.WithoutCancel(ctx))
 		}
 	}}}
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, cfg)
-	require.NoError(t, err)
+	r := relayAt(t, pool, fake, cfg)
 	_, _ = r.Drain(ctx)
 	require.NoError(t, <-ended)
 	require.NoError(t, server.Restart(t.Context()))
 	testwait.True(t, "the database is back", func() bool { return pool.Ping(t.Context()) == nil })
 	cfg.Hooks = relay.Hooks{}
-	next, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, cfg)
-	require.NoError(t, err)
+	next := relayAt(t, pool, fake, cfg)
 	testwait.True(t, "the rest is published", func() bool {
 		_, _ = next.Drain(t.Context())
 		return len(valuesAt(t, fake, "orders")) == 3
@@ -170,10 +116,8 @@ func TestFencedHolderBuriesNothing(t *testing.T) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		must(t, pool, mixedSQL)
-		r, err := relay.New(traced(t, pool, &between{"-- relay.move_to_dead", meddle(t, pool, takenSQL)}),
-			[]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly})
-		require.NoError(t, err)
-		_, err = r.Drain(t.Context())
+		taken := traced(t, pool, before("-- relay.move_to_dead", meddle(t, pool, takenSQL)))
+		_, err := relayAt(t, taken, fake, relay.Config{ExactlyOnce: exactly}).Drain(t.Context())
 		require.ErrorContains(t, err, "lease lost")
 		require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		require.Zero(t, dead(t, pool))
@@ -207,23 +151,17 @@ func TestNothingIsPublishedBehindARefusedBatch(t *testing.T) {
 		t.Helper()
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		var batches, refused atomic.Int64
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			produce := request.(*kmsg.ProduceRequest)
+		onProduce(fake, func(records []byte) error {
 			var batch kmsg.RecordBatch
-			if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.NumRecords > 1 && batches.Add(1)%5 == 0 && refused.Load() < times {
+			if err := batch.ReadFrom(records); err == nil && batch.NumRecords > 1 && batches.Add(1)%5 == 0 && refused.Load() < times {
 				refused.Add(1)
-				return refuse(produce, kerr.InvalidRecord), nil, true
+				return kerr.InvalidRecord
 			}
-			return nil, nil, false // also to the rows of a refused batch, which are tried one by one
+			return nil // also to the rows of a refused batch, which are tried one by one
 		})
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'k', convert_to(n::text, 'UTF8') FROM generate_series(1, $1::int) n`, rows)
-		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{PageRowsMax: page, ExactlyOnce: exactly})
-		require.NoError(t, err)
-		starts(t, r)
-		testwait.True(t, "all rows are published", func() bool {
-			return one[int64](t, pool, `SELECT coalesce(sum(published), 0)::bigint FROM effectonce.outbox_progress_now`) >= rows
-		})
+		starts(t, relayAt(t, pool, fake, relay.Config{PageRowsMax: page, ExactlyOnce: exactly}))
+		testwait.True(t, "all rows are published", func() bool { return published(t, pool) >= rows })
 		require.Positive(t, refused.Load()) // how many depends on how many rows the client puts into a batch
 		last := 0
 		for _, value := range valuesAt(t, fake, "orders") {
@@ -243,7 +181,7 @@ func TestSkippedDeadRowHoldsNobody(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000"), kafkatest.UnusedTopic(t)
+		pool, topic, missing := pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000"), kafkatest.UnusedTopic(t)
 		large := incompressible(6000)
 		got := func(key string) []string {
 			if exactly {
@@ -252,8 +190,7 @@ func TestSkippedDeadRowHoldsNobody(t *testing.T) {
 			return distinctInOrder(keyed(t, topic, key))
 		}
 		retry := func(keys string) {
-			_, err := pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'too_large' AND convert_from(key, 'UTF8') LIKE $1`, keys)
-			require.NoError(t, err)
+			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'too_large' AND convert_from(key, 'UTF8') LIKE $1`, keys)
 		}
 		for _, key := range []string{"k", "retried"} {
 			insert(t, pool, topic, key, "0")

@@ -19,8 +19,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
-	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
@@ -38,21 +36,11 @@ func TestDeadRowDiscardedWhileItIsPublished(t *testing.T) {
 		t.Helper()
 		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 		r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
-		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, headers) VALUES ($1, '{"n": {}}')`, topic)
-		require.NoError(t, err)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, headers) VALUES ($1, '{"n": {}}')`, topic)
 		drain(t, r)
-		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'`)
-		require.NoError(t, err)
-		operator, err := pool.Begin(ctx)
-		require.NoError(t, err)
-		defer operator.Rollback(context.WithoutCancel(ctx))
-		_, err = operator.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'discard'`)
-		require.NoError(t, err)
-		done := make(chan error, 1)
-		go func() {
-			_, err := r.Drain(ctx)
-			done <- err
-		}()
+		must(t, pool, `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'`)
+		operator := opened(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard'`)
+		done := drains(t, r)
 		testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
 		require.NoError(t, operator.Commit(ctx))
 		require.NoError(t, <-done)
@@ -92,14 +80,12 @@ func TestDrainGoesOnBehindAFinishedBatch(t *testing.T) {
 // is resumed they are published before later rows.
 func TestPausedTopicWaits(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic, other := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+	pool, topic, other := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
 	var beats atomic.Int64
-	running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: true})
+	running(t, traced(t, pool, before("-- relay.beat", func(context.Context) { beats.Add(1) })), relay.Config{ExactlyOnce: true})
 	insert(t, pool, topic, "k", "0")
 	testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
-	changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, 0, topic)
-	require.NoError(t, err)
-	require.Equal(t, []string{topic}, changed)
+	pauses(t, pool, topic, 0)
 	// The relay takes note with its next look; it has done so when it begins another one.
 	before := beats.Load()
 	testwait.True(t, "the relay looks", func() bool { return beats.Load() >= before+2 })
@@ -109,9 +95,7 @@ func TestPausedTopicWaits(t *testing.T) {
 	}
 	testwait.True(t, `len(values(t, other)) == 5 && dead(t, pool) == 5`, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 })
 	require.Equal(t, []string{"0"}, values(t, topic))
-	changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "repaired"}, topic, "never-paused")
-	require.NoError(t, err)
-	require.Equal(t, []string{topic}, changed)
+	resumes(t, pool, topic, "never-paused")
 	insert(t, pool, topic, "k0", "6")
 	testwait.True(t, `len(values(t, topic)) == 7 && dead(t, pool) == 0`, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 })
 	require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
@@ -128,37 +112,18 @@ func TestOrderAcrossPauses(t *testing.T) {
 		if exactly {
 			longtest.Only(t, "pauses in real time; the order is the same code")
 		}
-		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 		running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: time.Second}) // it takes note of a pause as often as it renews its lease
-		var writing sync.WaitGroup
-		stop, written := make(chan struct{}), 0
-		end := sync.OnceFunc(func() { close(stop); writing.Wait() })
+		end := keepsWriting(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic)
 		defer end()
-		writing.Go(func() {
-			for ; ; written++ {
-				select {
-				case <-stop:
-					return
-				default:
-				}
-				if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic, fmt.Append(nil, written)); err != nil {
-					t.Errorf("write: %v", err)
-					return
-				}
-			}
-		})
 		for range 3 {
-			_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 0, topic)
-			require.NoError(t, err)
+			pauses(t, pool, topic, 0)
 			testwait.True(t, "rows wait", func() bool { return dead(t, pool) > 10 })
-			_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
-			require.NoError(t, err)
+			resumes(t, pool, topic)
 			// Rows that are inserted now wait behind them.
-			testwait.True(t, "they are released", func() bool {
-				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
-			})
+			becomes(t, pool, "they are released", `SELECT count(*) = 0 FROM effectonce.outbox_dead WHERE reason = 'paused'`)
 		}
-		end()
+		written := end()
 		testwait.True(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
 		for _, key := range []string{"k", "l"} {
 			next := 0
@@ -180,7 +145,7 @@ func TestRowsBehindADeadOneWait(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	var looks atomic.Int64
-	running(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{Lease: 30 * time.Second})
+	running(t, traced(t, pool, before("-- relay.released", func(context.Context) { looks.Add(1) })), relay.Config{Lease: 30 * time.Second})
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
 	testwait.True(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
 	for i := 2; i <= 3; i++ {
@@ -215,14 +180,10 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 			drain(t, newRelay(t, pool, relay.Config{}))
 			must(t, pool, `UPDATE effectonce.outbox_dead SET headers = $1, state = 'retry'`, headers)
 			row := func() string { return one[string](t, pool, `SELECT d::text FROM effectonce.outbox_dead d`) }
-			before, meddles := row(), meddle(t, pool, takenSQL)
+			was, meddles := row(), meddle(t, pool, takenSQL)
 			var meddling sync.WaitGroup
 			if duringIt { // while it waits for a lock that an operator has
-				operator, err := pool.Begin(ctx)
-				require.NoError(t, err)
-				defer operator.Rollback(context.WithoutCancel(ctx))
-				_, err = operator.Exec(ctx, `SELECT FROM effectonce.outbox_dead FOR UPDATE`)
-				require.NoError(t, err)
+				operator := opened(t, pool, `SELECT FROM effectonce.outbox_dead FOR UPDATE`)
 				takes := meddles
 				meddles = func(context.Context) {
 					meddling.Go(func() {
@@ -238,9 +199,9 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 					})
 				}
 			}
-			_, _ = newRelay(t, traced(t, pool, &between{tag, meddles}), relay.Config{}).Drain(ctx) // it may not have found out
+			_, _ = newRelay(t, traced(t, pool, before(tag, meddles)), relay.Config{}).Drain(ctx) // it may not have found out
 			meddling.Wait()
-			require.Equal(t, before, row())
+			require.Equal(t, was, row())
 			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		}
 	})
@@ -258,7 +219,7 @@ func TestRowHandedBackAfterItsDiscard(t *testing.T) {
 	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE state = 'held'`)
 	var once sync.Once
 	undo := meddle(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'discard'`)
-	drain(t, newRelay(t, traced(t, pool, &between{"-- relay.remove_dead", func(ctx context.Context) { once.Do(func() { undo(ctx) }) }}), relay.Config{}))
+	drain(t, newRelay(t, traced(t, pool, before("-- relay.remove_dead", func(ctx context.Context) { once.Do(func() { undo(ctx) }) })), relay.Config{}))
 	drain(t, newRelay(t, pool, relay.Config{}))
 	require.Equal(t, []string{"0", "1", "2"}, values(t, topic))
 	require.Zero(t, dead(t, pool))
@@ -267,17 +228,11 @@ func TestRowHandedBackAfterItsDiscard(t *testing.T) {
 // poisoned lets Kafka refuse records with "poison" in them, and everything that is produced
 // together with one.
 func poisoned(fake *kfake.Cluster) {
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		produce := request.(*kmsg.ProduceRequest)
-		for _, topic := range produce.Topics {
-			for _, partition := range topic.Partitions {
-				if bytes.Contains(partition.Records, []byte("poison")) {
-					return refuse(produce, kerr.InvalidRecord), nil, true
-				}
-			}
+	onProduce(fake, func(records []byte) error {
+		if bytes.Contains(records, []byte("poison")) {
+			return kerr.InvalidRecord
 		}
-		return nil, nil, false
+		return nil
 	})
 }
 
@@ -301,9 +256,7 @@ func TestRefusedSideBySide(t *testing.T) {
 		held := func(attempts int) bool {
 			return pgtest.Count(t, pool, strings.ReplaceAll(heldSQL, "$1", fmt.Sprint(attempts))) == 4
 		}
-		testwait.True(t, "they are held", func() bool {
-			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) == 4
-		})
+		becomes(t, pool, "they are held", `SELECT count(*) = 4 FROM effectonce.outbox_dead WHERE state = 'held'`)
 		attempts := one[int](t, pool, `SELECT max(attempts) FROM effectonce.outbox_dead`)
 		require.True(t, held(attempts))
 		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
@@ -337,37 +290,32 @@ func TestFailedPollOfDeadRowsStopsNothing(t *testing.T) {
 // earlier row of its page is answered, because another row of the page was refused.
 func TestDeadRowHoldsNoEarlierRow(t *testing.T) {
 	t.Parallel()
-	test := func(t *testing.T, opts []kgo.Opt, cfg relay.Config) {
+	test := func(t *testing.T, pool *pgxpool.Pool, r *relay.Relay) {
 		t.Helper()
-		pool := pgtest.Pool(t)
 		insert(t, pool, "orders", "other", "poison")
 		insert(t, pool, "orders", "k", "before")
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'k', 'wrong', '{"effectonce-partition": "two"}')`)
 		insert(t, pool, "orders", "k", "behind")
-		r, err := relay.New(pool, opts, cfg)
-		require.NoError(t, err)
 		starts(t, r)
-		testwait.True(t, "the page is handled", func() bool {
-			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason IN ('refused', 'bad_partition')`) == 2
-		})
+		becomes(t, pool, "the page is handled", `SELECT count(*) = 2 FROM effectonce.outbox_dead WHERE reason IN ('refused', 'bad_partition')`)
 		require.Equal(t, "poison refused, wrong bad_partition, behind behind",
 			one[string](t, pool, `SELECT string_agg(convert_from(payload, 'UTF8') || ' ' || reason, ', ' ORDER BY seq) FROM effectonce.outbox_dead`))
 	}
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 		poisoned(fake)
-		test(t, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, relay.Config{ExactlyOnce: exactly})
+		test(t, pool, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
 	})
 	t.Run("sink", func(t *testing.T) {
 		t.Parallel()
-		test(t, nil, relay.Config{Sink: &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-			at := slices.IndexFunc(messages, func(m relay.Message) bool { return string(m.Payload) == "poison" })
-			if at < 0 {
-				return len(messages), nil
+		pool, sink := pgtest.Pool(t), &receiver{answer: rowByRow(func(payload string) error {
+			if payload == "poison" {
+				return relay.Refuse(errors.New("poison"))
 			}
-			return at, relay.Refuse(errors.New("poison"))
-		}}})
+			return nil
+		})}
+		test(t, pool, newSinkRelay(t, pool, sink, relay.Config{}))
 	})
 }
 
@@ -375,49 +323,10 @@ func TestDeadRowHoldsNoEarlierRow(t *testing.T) {
 // is stored all the time.
 func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
-	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic) SELECT CASE WHEN i % 3 = 1 THEN $1 ELSE $2 END FROM generate_series(1, 300) AS i`, missing, topic)
-	require.NoError(t, err)
+	pool, topic, missing := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+	must(t, pool, `INSERT INTO effectonce.outbox (topic) SELECT CASE WHEN i % 3 = 1 THEN $1 ELSE $2 END FROM generate_series(1, 300) AS i`, missing, topic)
 	require.EqualValues(t, 200, drain(t, newRelay(t, pool, relay.Config{PageRowsMax: 3, ProgressEvery: time.Millisecond})))
 	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
-}
-
-// Property: a stop while rows are tried one by one commits nothing that is not in progress: each is
-// published once.
-func TestStopAmongSuspectsPublishesOnce(t *testing.T) {
-	longtest.Only(t, "when the relay notices the stop is up to chance")
-	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	var asked atomic.Int64
-	sent, answer := make(chan struct{}), make(chan struct{})
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		switch asked.Add(1) {
-		case 1: // which makes all rows suspects
-			return refuse(request.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
-		case 2:
-			close(sent)
-			fake.SleepControl(func() { <-answer })
-		}
-		return nil, nil, false
-	})
-	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1'), ('orders', '2')`)
-	relays := func() *relay.Relay {
-		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true, Lease: time.Minute})
-		require.NoError(t, err)
-		return r
-	}
-	ctx, stop := context.WithCancel(t.Context())
-	done, r := make(chan error, 1), relays()
-	go func() { done <- r.Run(ctx) }()
-	<-sent
-	stop()
-	// It takes note, which nothing shows: a broker that answers sooner proves nothing.
-	require.True(t, pause.For(t.Context(), 500*time.Millisecond))
-	close(answer)
-	require.NoError(t, <-done)
-	drain(t, relays())
-	require.Equal(t, []string{"1", "2"}, valuesAt(t, fake, "orders"))
 }
 
 // Property: rows that are refused again, however many, do not keep those behind them waiting.
@@ -425,14 +334,12 @@ func TestRowsRefusedAgainHoldNobodyUp(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	first := true
-	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-		for i, m := range messages {
-			if first || string(m.Payload) == "bad" {
-				return i, relay.Refuse(errors.New("no"))
-			}
+	sink := &receiver{answer: rowByRow(func(payload string) error {
+		if first || payload == "bad" {
+			return relay.Refuse(errors.New("no"))
 		}
-		return len(messages), nil
-	}}
+		return nil
+	})}
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('a', 'bad'), ('a', 'bad'), ('a', 'bad'), ('a', 'good')`)
 	cfg := relay.Config{PageRowsMax: 1}
 	drain(t, newSinkRelay(t, pool, sink, cfg))
@@ -460,12 +367,12 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 		var late atomic.Bool
 		var behind atomic.Int64 // when the other topic's row was delivered
 		behind.Store(-1)
-		tracer := &between{"-- relay.releasable", func(ctx context.Context) {
+		tracer := before("-- relay.releasable", func(ctx context.Context) {
 			meddle(t, pool, `SELECT pg_sleep(0.05)`)(context.WithoutCancel(ctx)) // a slow database: the rounds take their time
 			if late.CompareAndSwap(false, true) {
 				meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) VALUES ('%s', 'now')`, other))(context.WithoutCancel(ctx))
 			}
-		}}
+		})
 		cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 100}
 		cfg.Hooks.Delivered = func(of string, _ []time.Time) {
 			var left int64
@@ -479,13 +386,11 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 		}
 		r := newRelay(t, pool, cfg)
 		drain(t, r)
-		_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, 0, topic)
-		require.NoError(t, err)
+		pauses(t, pool, topic, 0)
 		many(1, waiting)
 		drain(t, r)
 		require.Equal(t, waiting, dead(t, pool))
-		_, err = relay.Resume(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
-		require.NoError(t, err)
+		resumes(t, pool, topic)
 		many(waiting+1, waiting+300)
 		running(t, traced(t, pool, tracer), cfg)
 		testwait.True(t, "the other topic goes on", func() bool { return behind.Load() >= 0 })
@@ -506,19 +411,29 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 func TestFrozenBurialLocksNobodyOut(t *testing.T) {
 	t.Parallel()
 	pool, topic, missing := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
-	tracer := &freezing{frozen: make(chan struct{}), thaw: make(chan struct{})}
-	thaw := sync.OnceFunc(func() { close(tracer.thaw) })
+	// It freezes right before the COMMIT of a burial: from then on it sends nothing.
+	var buries, froze atomic.Bool
+	frozen, thawed := make(chan struct{}), make(chan struct{})
+	freezing := &tracer{start: func(ctx context.Context, sql string) context.Context {
+		switch {
+		case strings.HasPrefix(sql, "-- relay.move_to_dead"):
+			buries.Store(true)
+		case froze.Load():
+			<-thawed
+		case strings.EqualFold(sql, "commit") && buries.Load() && froze.CompareAndSwap(false, true):
+			close(frozen)
+			<-thawed
+		}
+		return ctx
+	}}
+	thaw := sync.OnceFunc(func() { close(thawed) })
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '1')`, missing)
 	const lease = 8 * time.Second
-	first := newRelay(t, traced(t, pool, tracer), relay.Config{Lease: lease})
+	first := newRelay(t, traced(t, pool, freezing), relay.Config{Lease: lease})
 	t.Cleanup(thaw)
-	done := make(chan error, 1)
-	go func() {
-		_, err := first.Drain(t.Context())
-		done <- err
-	}()
+	done := drains(t, first)
 	select {
-	case <-tracer.frozen:
+	case <-frozen:
 	case err := <-done:
 		require.Fail(t, "it does not come to the burial", "%v", err)
 	}
@@ -530,28 +445,6 @@ func TestFrozenBurialLocksNobodyOut(t *testing.T) {
 	require.Error(t, <-done)
 	require.Equal(t, 1, dead(t, pool))
 }
-
-// freezing lets a replica freeze right before the COMMIT of a burial: from then on it sends
-// nothing.
-type freezing struct {
-	buries, froze atomic.Bool
-	frozen, thaw  chan struct{}
-}
-
-func (f *freezing) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
-	switch {
-	case strings.HasPrefix(query.SQL, "-- relay.move_to_dead"):
-		f.buries.Store(true)
-	case f.froze.Load():
-		<-f.thaw
-	case strings.EqualFold(query.SQL, "commit") && f.buries.Load() && f.froze.CompareAndSwap(false, true):
-		close(f.frozen)
-		<-f.thaw
-	}
-	return ctx
-}
-
-func (*freezing) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // Property: a row that an operator discarded is not published when progress goes back behind it: in
 // another cluster, and where the number of shards changes. It is remembered for as long as the outbox has
@@ -565,31 +458,27 @@ func TestDiscardedRowIsNotPublishedAgain(t *testing.T) {
 		},
 		"other shards": func(t *testing.T, pool *pgxpool.Pool) {
 			t.Helper()
-			_, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+			_, err := relay.SetShards(t.Context(), pool, ana, 3)
 			require.NoError(t, err)
 		},
 	}
-	for name, back := range goesBack {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool, topic := pgtest.Pool(t), kafkatest.UnusedTopic(t)
-			bystander := pgtest.Connect(t, pool.Config().ConnString())
-			pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`) // keeps the floor down
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'discarded'), ($1, NULL, 'discarded'), ($1, NULL, 'waits'), ($1, 'l', 'waits'), ($1, 'k', 'behind')`, topic)
-			drain(t, newRelay(t, pool, relay.Config{}))
-			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE payload = 'discarded'`)
-			drain(t, newRelay(t, pool, relay.Config{}))
-			require.Equal(t, []int{3, 5}, one[[]int](t, pool, `SELECT ARRAY[count(*) FILTER (WHERE state <> 'discarded'), count(*)] FROM effectonce.outbox_dead`))
-			back(t, pool)
-			kafkatest.CreateTopic(t, topic, 1)
-			drain(t, newRelay(t, pool, relay.Config{}))
-			require.Subset(t, []string{"waits", "behind"}, values(t, topic)) // more than once: they left before progress came by
-			require.Zero(t, dead(t, pool))
-			pgtest.Exec(t, bystander, `COMMIT`)
-			starts(t, newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond}))
-			testwait.True(t, "it is forgotten", func() bool {
-				return one[int](t, pool, `SELECT (SELECT count(*) FROM effectonce.outbox) + (SELECT count(*) FROM effectonce.outbox_dead)`) == 0
-			})
-		})
-	}
+	each(t, goesBack, func(t *testing.T, back func(*testing.T, *pgxpool.Pool)) {
+		t.Helper()
+		pool, topic := pgtest.Pool(t), kafkatest.UnusedTopic(t)
+		bystander := pgtest.Connect(t, pool.Config().ConnString())
+		pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`) // keeps the floor down
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'discarded'), ($1, NULL, 'discarded'), ($1, NULL, 'waits'), ($1, 'l', 'waits'), ($1, 'k', 'behind')`, topic)
+		drain(t, newRelay(t, pool, relay.Config{}))
+		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE payload = 'discarded'`)
+		drain(t, newRelay(t, pool, relay.Config{}))
+		require.Equal(t, []int{3, 5}, one[[]int](t, pool, `SELECT ARRAY[count(*) FILTER (WHERE state <> 'discarded'), count(*)] FROM effectonce.outbox_dead`))
+		back(t, pool)
+		kafkatest.CreateTopic(t, topic, 1)
+		drain(t, newRelay(t, pool, relay.Config{}))
+		require.Subset(t, []string{"waits", "behind"}, values(t, topic)) // more than once: they left before progress came by
+		require.Zero(t, dead(t, pool))
+		pgtest.Exec(t, bystander, `COMMIT`)
+		starts(t, newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond}))
+		becomes(t, pool, "it is forgotten", `SELECT NOT EXISTS (SELECT FROM effectonce.outbox) AND NOT EXISTS (SELECT FROM effectonce.outbox_dead)`)
+	})
 }

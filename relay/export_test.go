@@ -88,29 +88,31 @@ func (r *Relay) Acquires(ctx context.Context, shard int16) (bool, error) {
 	return l != nil, err
 }
 
-// FetchesElsewhere is what a look at the outbox says that reaches another server than the one of
-// the lease.
-func (r *Relay) FetchesElsewhere(ctx context.Context) error {
-	l, err := r.acquire(ctx, 0)
+// holding does something with the lease of a shard.
+func (r *Relay) holding(ctx context.Context, shard int16, do func(l *lease) error) error {
+	l, err := r.acquire(ctx, shard)
 	if err != nil {
 		return err
 	}
-	l.cluster.run = "another run"
-	err = newPublisher(r, l).reader.fetch(ctx, l.cursor, 10).err
-	r.giveBack(ctx, l)
-	return err
+	defer r.giveBack(ctx, l)
+	return do(l)
+}
+
+// FetchesElsewhere is what a look at the outbox says that reaches another server than the one of
+// the lease.
+func (r *Relay) FetchesElsewhere(ctx context.Context) error {
+	return r.holding(ctx, 0, func(l *lease) error {
+		l.cluster.run = "another run"
+		return newPublisher(r, l).reader.fetch(ctx, l.cursor, 10).err
+	})
 }
 
 // StoresElsewhere is what a write of progress says where the server has another tick under the number.
 func (r *Relay) StoresElsewhere(ctx context.Context) error {
-	l, err := r.acquire(ctx, 0)
-	if err != nil {
-		return err
-	}
-	l.cursor.from.token = "00000000-0000-0000-0000-000000000000"
-	err = newProgress(r, l).store(ctx, l.cursor, 1, nil)
-	r.giveBack(ctx, l)
-	return err
+	return r.holding(ctx, 0, func(l *lease) error {
+		l.cursor.from.token = "00000000-0000-0000-0000-000000000000"
+		return newProgress(r, l).store(ctx, l.cursor, 1, nil)
+	})
 }
 
 // HasSeen lets this process have published on another timeline of this cluster.
@@ -128,34 +130,31 @@ func (r *Relay) HasSeen(ctx context.Context, later int32) error {
 var ErrAnotherRun = errAnotherRun
 
 // JournalKey is the key of a shard's entries in the progress topic.
-func (r *Relay) JournalKey(ctx context.Context, shard int16) (string, error) {
-	l, err := r.acquire(ctx, shard)
-	if err != nil {
-		return "", err
-	}
-	defer r.giveBack(ctx, l)
-	return r.transactionalID(l), nil
+func (r *Relay) JournalKey(ctx context.Context, shard int16) (key string, err error) {
+	err = r.holding(ctx, shard, func(l *lease) error {
+		key = r.transactionalID(l)
+		return nil
+	})
+	return key, err
 }
 
 // ReadJournal is what a takeover of a shard finds in the progress topic, where the database's copy
 // names an offset: the rows that the entry covers, or -1.
-func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int64, error) {
-	l, err := r.acquire(ctx, shard)
-	if err != nil {
-		return 0, err
-	}
-	defer r.giveBack(ctx, l)
-	p := newPublisher(r, l)
-	client, err := r.newClient(l)
-	if err != nil {
-		return 0, err
-	}
-	defer client.Close()
-	found, err := (&journal{publisher: p}).read(ctx, client, from)
-	if err != nil || found == nil {
-		return -1, err
-	}
-	return found.Published, nil
+func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (rows int64, err error) {
+	rows = -1
+	err = r.holding(ctx, shard, func(l *lease) error {
+		client, err := r.newClient(l)
+		if err != nil {
+			return err
+		}
+		defer client.Close()
+		found, err := (&journal{publisher: newPublisher(r, l)}).read(ctx, client, from)
+		if found != nil {
+			rows = found.Published
+		}
+		return err
+	})
+	return rows, err
 }
 
 // The statements on dead rows, for tests of their plans.
@@ -172,20 +171,17 @@ const (
 
 // LooksAtDeadRows polls dead rows some times, lets rows become dead, and polls as often again.
 func (r *Relay) LooksAtDeadRows(ctx context.Context, rounds int, between func()) error {
-	l, err := r.acquire(ctx, 0)
-	if err != nil {
-		return err
-	}
-	defer r.giveBack(ctx, l)
-	look := newPublisher(r, l).dead.look
-	for range 2 {
-		for range rounds {
-			if _, err := look.round(ctx); err != nil {
-				return err
+	return r.holding(ctx, 0, func(l *lease) error {
+		look := newPublisher(r, l).dead.look
+		for range 2 {
+			for range rounds {
+				if _, err := look.round(ctx); err != nil {
+					return err
+				}
 			}
+			between()
+			look.moved(nil)
 		}
-		between()
-		look.moved(nil)
-	}
-	return nil
+		return nil
+	})
 }

@@ -1,9 +1,11 @@
 package relay_test
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -12,42 +14,58 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: progress of a transaction that was never committed is no progress: its rows are
-// published. Row O30 of guarantees.md.
+// Property: progress of a transaction that was never committed is no progress: its rows are published, and
+// those that Kafka cannot take when it can, once. Until the commit these are not among the dead, where an
+// operator could decide about what is read again. Rows O12, O30 of guarantees.md.
 func TestProgressOfAnAbortedTransactionDoesNotCount(t *testing.T) {
 	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	// The transaction stays open, with the rows and their progress in it, as behind a relay that
-	// was killed.
-	var repaired atomic.Bool
-	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		if repaired.Load() {
-			return nil, nil, false
-		}
-		fake.KeepControl()
-		response := request.ResponseKind().(*kmsg.EndTxnResponse)
-		response.ErrorCode = kerr.ProducerFenced.Code
-		return response, nil, true
+	either(t, "aborted", "open, as behind a relay that was killed", func(t *testing.T, open bool) {
+		t.Helper()
+		ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var early atomic.Int64
+		var repaired atomic.Bool
+		fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			if repaired.Load() {
+				return nil, nil, false
+			}
+			if open {
+				fake.KeepControl()
+			}
+			var n int64
+			if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n); err != nil {
+				t.Error(err)
+			}
+			early.Add(n)
+			response := request.ResponseKind().(*kmsg.EndTxnResponse)
+			response.ErrorCode = kerr.ProducerFenced.Code
+			return response, nil, true
+		})
+		must(t, pool, mixedSQL)
+		r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: true})
+		_, err := r.Drain(ctx)
+		require.ErrorIs(t, err, kerr.ProducerFenced)
+		repaired.Store(true)
+		require.NoError(t, fake.CreateTopic("missing", 1, nil))
+		drain(t, r)
+		drain(t, r)
+		require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
+		require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
+		require.Zero(t, dead(t, pool))
+		require.Zero(t, early.Load(), "dead rows before the commit")
 	})
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
-	require.NoError(t, err)
-	insert(t, pool, "orders", "k", "1")
-	_, err = r.Drain(t.Context())
-	require.ErrorIs(t, err, kerr.ProducerFenced)
-	repaired.Store(true)
-	require.EqualValues(t, 1, drain(t, r))
-	require.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders"), 1)
 }
 
 // read says that a client was handed what it asked to read.
@@ -73,9 +91,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	stop := starts(t, first)
 	published := func(n int) {
 		t.Helper()
-		testwait.True(t, "rows are published", func() bool {
-			return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == n
-		})
+		testwait.True(t, "rows are published", func() bool { return published(t, pool) == n })
 	}
 	insert(t, pool, topic, "k", "1")
 	published(1)
@@ -92,8 +108,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 		SELECT b.relay, b.shard, w.advance + 1, b.progress_epoch, b.tick, b.next_tick, b.seq, b.floor, b.published, b.journal_offset FROM before b, effectonce.outbox_progress_now w`)
 
 	reads, ended := make(read, 1), make(chan error, 1)
-	second, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(reads)}, cfg)
-	require.NoError(t, err)
+	second := newRelay(t, pool, cfg, kgo.WithHooks(reads))
 	go func() {
 		_, err := second.Drain(ctx)
 		ended <- err
@@ -110,8 +125,9 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 
-// Property: a relay that was led back to an old primary publishes nothing: where this process has
-// worked on a later timeline, and with exactly once where any has. Row O26 of guarantees.md.
+// Property: a relay that was led back to an old primary publishes nothing, and ends with that error: where this
+// process has worked on a later timeline, where the database knows one, and with exactly once where any process
+// has worked on one. Row O26 of guarantees.md.
 func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -126,19 +142,15 @@ func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 
 	entries := kafkatest.ReadAll(t, cfg.ProgressTopic)
 	last := entries[len(entries)-1]
-	var entry map[string]any
-	numbers := json.NewDecoder(bytes.NewReader(last.Value))
-	numbers.UseNumber()
-	require.NoError(t, numbers.Decode(&entry))
-	timeline, err := entry["timeline"].(json.Number).Int64()
-	require.NoError(t, err)
-	entry["timeline"] = timeline + 1
-	value, err := json.Marshal(entry)
-	require.NoError(t, err)
-	require.NoError(t, kafkatest.Client(t).ProduceSync(ctx, &kgo.Record{Topic: cfg.ProgressTopic, Key: last.Key, Value: value}).FirstErr())
+	timeline := one[int](t, pool, `SELECT timeline FROM effectonce.outbox_progress`)
+	later := strings.Replace(string(last.Value), fmt.Sprintf(`"timeline":%d,`, timeline), fmt.Sprintf(`"timeline":%d,`, timeline+1), 1)
+	require.NotEqual(t, string(last.Value), later, "the test's own premise")
+	require.NoError(t, kafkatest.Client(t).ProduceSync(ctx, &kgo.Record{Topic: cfg.ProgressTopic, Key: last.Key, Value: []byte(later)}).FirstErr())
 	limited, cancel := context.WithTimeout(ctx, testwait.Bound)
 	defer cancel()
 	require.ErrorIs(t, newRelay(t, pool, cfg).Run(limited), relay.ErrOldPrimary)
+	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1`)
+	require.ErrorIs(t, newRelay(t, pool, relay.Config{}).Run(limited), relay.ErrOldPrimary)
 	require.Equal(t, []string{"1"}, values(t, topic))
 }
 
@@ -147,26 +159,24 @@ func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 // guarantees.md.
 func TestPromotionThatLosesNothingRepeatsNothing(t *testing.T) {
 	t.Parallel()
-	for name, exactly := range map[string]bool{"at least once": false, "exactly once": true} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
-			bystander := pgtest.Connect(t, pool.Config().ConnString())
-			pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`)
-			cfg := relay.Config{ExactlyOnce: exactly, ProgressTopic: kafkatest.UnusedTopic(t)}
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT $1, 'k', 'v', clock_timestamp() + CASE n WHEN 10 THEN interval '1 day' ELSE '0' END FROM generate_series(1, 500) n`, topic)
-			insert(t, pool, missing, "k", "discarded")
-			drain(t, newRelay(t, pool, cfg))
-			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE state = 'held'`)
-			must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline - 1`)
-			insert(t, pool, topic, "k", "last")
-			_, err := newRelay(t, pool, cfg).Drain(ctx)
-			require.NoError(t, err)
-			require.Len(t, values(t, topic), 501)
-			require.Zero(t, dead(t, pool))
-			require.NotZero(t, one[int](t, pool, `SELECT timeline FROM effectonce.outbox_progress`), "the present one")
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+		bystander := pgtest.Connect(t, pool.Config().ConnString())
+		pgtest.Exec(t, bystander, `BEGIN; SELECT pg_current_xact_id()`)
+		cfg := relay.Config{ExactlyOnce: exactly, ProgressTopic: kafkatest.UnusedTopic(t)}
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT $1, 'k', 'v', clock_timestamp() + CASE n WHEN 10 THEN interval '1 day' ELSE '0' END FROM generate_series(1, 500) n`, topic)
+		insert(t, pool, missing, "k", "discarded")
+		drain(t, newRelay(t, pool, cfg))
+		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'discard' WHERE state = 'held'`)
+		must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline - 1`)
+		insert(t, pool, topic, "k", "last")
+		_, err := newRelay(t, pool, cfg).Drain(ctx)
+		require.NoError(t, err)
+		require.Len(t, values(t, topic), 501)
+		require.Zero(t, dead(t, pool))
+		require.NotZero(t, one[int](t, pool, `SELECT timeline FROM effectonce.outbox_progress`), "the present one")
+	})
 }
 
 // Property: progress in Kafka counts only where the database has its ticks, by their tokens: a server
@@ -174,26 +184,24 @@ func TestPromotionThatLosesNothingRepeatsNothing(t *testing.T) {
 // of guarantees.md.
 func TestTicksOfLostProgressAreNotTakenForOthers(t *testing.T) {
 	t.Parallel()
-	for name, lost := range map[string]bool{"lost": true, "not copied": false} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-			r := newRelay(t, pool, relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t)})
-			insert(t, pool, topic, "k", "1")
-			drain(t, r)
-			must(t, pool, `CREATE TABLE before AS SELECT max(n) AS n, max(tick) AS tick FROM effectonce.outbox_advances`)
-			insert(t, pool, topic, "k", "2")
-			drain(t, r)
-			must(t, pool, `DELETE FROM effectonce.outbox_advances a USING before b WHERE a.n > b.n`)
-			want := []string{"1", "2"}
-			if lost {
-				must(t, pool, `UPDATE effectonce.outbox_ticks t SET token = gen_random_uuid() FROM before b WHERE t.tick > b.tick`)
-				want = append(want, "2")
-			}
-			drain(t, r)
-			require.Equal(t, want, values(t, topic))
-		})
-	}
+	either(t, "not copied", "lost", func(t *testing.T, lost bool) {
+		t.Helper()
+		pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+		r := newRelay(t, pool, relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t)})
+		insert(t, pool, topic, "k", "1")
+		drain(t, r)
+		must(t, pool, `CREATE TABLE before AS SELECT max(n) AS n, max(tick) AS tick FROM effectonce.outbox_advances`)
+		insert(t, pool, topic, "k", "2")
+		drain(t, r)
+		must(t, pool, `DELETE FROM effectonce.outbox_advances a USING before b WHERE a.n > b.n`)
+		want := []string{"1", "2"}
+		if lost {
+			must(t, pool, `UPDATE effectonce.outbox_ticks t SET token = gen_random_uuid() FROM before b WHERE t.tick > b.tick`)
+			want = append(want, "2")
+		}
+		drain(t, r)
+		require.Equal(t, want, values(t, topic))
+	})
 }
 
 // Property: what a connection to another server shows is not published, and no progress is made by
@@ -214,73 +222,12 @@ func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
 func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "progress"))
-	progress := fake.TopicInfo("progress").TopicID
-	silent, answer := make(chan struct{}), make(chan struct{})
-	silence := sync.OnceFunc(func() { close(silent) })
-	t.Cleanup(func() { close(answer) })
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		for _, topic := range request.(*kmsg.ProduceRequest).Topics {
-			if topic.Topic == "progress" || topic.TopicID == progress {
-				silence()
-				fake.SleepControl(func() { <-answer })
-			}
-		}
-		return nil, nil, false
-	})
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
-	require.NoError(t, err)
+	hanging, _ := silent(t, fake, "progress")
+	r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
 	stop := starts(t, r)
 	insert(t, pool, "orders", "k", "1")
-	<-silent
+	<-hanging
 	stop() // without the broker's answer
-}
-
-// overtaken lets a write of progress commit between the snapshot of a page and the return of its
-// statement.
-type overtaken struct {
-	between // write, before the first page
-	step    atomic.Int32
-	read    chan struct{} // closed when the second page was read
-	write   chan struct{} // closed by the test: progress may be stored
-	arrive  chan struct{} // closed by the test: the page returns
-}
-
-// Steps of overtaken.
-const (
-	overtakenIdle int32 = iota
-	overtakenArmed
-	overtakenFirst  // the page that shows the rows, with a number of the sequence above them
-	overtakenSecond // the page after it
-	overtakenDone
-)
-
-func (o *overtaken) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
-	for _, q := range data.Batch.QueuedQueries {
-		switch {
-		case !strings.HasPrefix(q.SQL, "-- relay.fetch\n"):
-		case o.step.CompareAndSwap(overtakenArmed, overtakenFirst):
-			o.do(ctx)
-		default:
-			o.step.CompareAndSwap(overtakenFirst, overtakenSecond)
-		}
-	}
-	return ctx
-}
-
-func (o *overtaken) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
-	if o.step.CompareAndSwap(overtakenSecond, overtakenDone) {
-		close(o.read)
-		<-o.arrive
-	}
-}
-
-func (o *overtaken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
-	stores := strings.HasPrefix(query.SQL, "-- relay.store_tick\n") || strings.HasPrefix(query.SQL, "-- relay.advance\n")
-	if o.step.Load() >= overtakenFirst && stores {
-		<-o.write
-	}
-	return ctx
 }
 
 // Property: a write of progress that commits after a page's snapshot, and before the page arrives,
@@ -292,23 +239,41 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	_, pool := ownCluster(t, nil)
 
 	const rows = 20 // more than those after which a poll begins with a probe of the snapshot
-	tracer := &overtaken{read: make(chan struct{}), write: make(chan struct{}), arrive: make(chan struct{})}
-	write, release := sync.OnceFunc(func() { close(tracer.write) }), sync.OnceFunc(func() { close(tracer.arrive) })
+	stored, arrived, read := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	write, release := sync.OnceFunc(func() { close(stored) }), sync.OnceFunc(func() { close(arrived) })
 	defer write()
 	defer release()
+	const (
+		idle int32 = iota
+		armed
+		first  // the page that shows the rows, with a number of the sequence above them
+		second // the page after it
+		done
+	)
+	var step atomic.Int32
 	var open pgx.Tx
 	var failed error
-	tracer.do = func(ctx context.Context) {
-		if _, failed = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) SELECT $1, 'early' FROM generate_series(1, $2)`, topic, rows); failed != nil {
-			return
+	overtaken := &tracer{start: func(ctx context.Context, sql string) context.Context {
+		switch fetches := strings.HasPrefix(sql, "-- relay.fetch\n"); {
+		case fetches && step.CompareAndSwap(armed, first):
+			meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) SELECT '%s', 'early' FROM generate_series(1, %d)`, topic, rows))(ctx)
+			if open, failed = pool.Begin(context.WithoutCancel(ctx)); failed == nil {
+				_, failed = open.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'late')`, topic)
+			}
+		case fetches:
+			step.CompareAndSwap(first, second)
+		case step.Load() >= first && (strings.HasPrefix(sql, "-- relay.store_tick\n") || strings.HasPrefix(sql, "-- relay.advance\n")):
+			<-stored
 		}
-		if open, failed = pool.Begin(context.WithoutCancel(ctx)); failed != nil {
-			return
+		return ctx
+	}, batchEnd: func() {
+		if step.CompareAndSwap(second, done) {
+			close(read)
+			<-arrived
 		}
-		_, failed = open.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'late')`, topic)
-	}
+	}}
 	var published atomic.Int64
-	r := newRelay(t, traced(t, pool, tracer), relay.Config{
+	r := newRelay(t, traced(t, pool, overtaken), relay.Config{
 		Lease: 10 * time.Minute, PollMax: 20 * time.Millisecond, // no renewal ends meanwhile
 		Hooks: relay.Hooks{Published: func(n int64) { published.Add(n) }},
 	})
@@ -317,13 +282,12 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	insert(t, pool, topic, "k", "first")
 	testwait.True(t, "a row is published", func() bool { return published.Load() == 1 })
 
-	tracer.step.Store(overtakenArmed)
+	step.Store(armed)
 	must(t, pool, `SELECT pg_current_xact_id()`) // something new for the probe of the snapshot
-	testwait.Chan(t, "a page is read", tracer.read)
+	testwait.Chan(t, "a page is read", read)
 	require.NoError(t, failed)
 	defer func() { _ = open.Rollback(context.WithoutCancel(ctx)) }()
-	var beyond bool
-	require.NoError(t, open.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot()) = pg_current_xact_id()`).Scan(&beyond))
+	beyond := one[bool](t, open, `SELECT pg_snapshot_xmax(pg_current_snapshot()) = pg_current_xact_id()`)
 	require.True(t, beyond, "the premise: nothing ended after the transaction began, so that the page's snapshot does not know it")
 	write()
 	testwait.True(t, "progress is stored", func() bool { return published.Load() == 1+rows })
@@ -351,9 +315,7 @@ func TestTickOfProgressIsKept(t *testing.T) {
 	must(t, pool, `UPDATE effectonce.outbox_ticks SET created_at = clock_timestamp() - interval '1 day'`)
 
 	running(t, pool, relay.Config{Lease: 30 * time.Second})
-	testwait.True(t, "older ticks are removed", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) == 0
-	})
+	becomes(t, pool, "older ticks are removed", `SELECT count(*) = 0 FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`)
 	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now JOIN effectonce.outbox_ticks USING (tick) WHERE relay = 'away'`))
 	insert(t, pool, topic, "k", "2")
 	require.EqualValues(t, 1, drain(t, away))
@@ -380,5 +342,266 @@ func TestTicksAreDurable(t *testing.T) {
 			require.Positive(t, one[int](t, owner, `SELECT count(*) FROM saw`))
 			require.Zero(t, one[int](t, owner, `SELECT count(*) FROM saw WHERE setting <> '`+want+`'`))
 		})
+	}
+}
+
+// fetchedFrom counts what the brokers sent of a topic.
+type fetchedFrom struct {
+	topic          string
+	records, bytes atomic.Int64
+}
+
+func (f *fetchedFrom) OnFetchBatchRead(_ kgo.BrokerMetadata, topic string, _ int32, m kgo.FetchBatchMetrics) {
+	if topic == f.topic {
+		f.records.Add(int64(m.NumRecords))
+		f.bytes.Add(int64(m.CompressedBytes))
+	}
+}
+
+// journalOf is a progress topic that the test writes, and the relay that reads it.
+type journalOf struct {
+	*testing.T
+	relay   *relay.Relay
+	client  *kgo.Client
+	admin   *kadm.Client
+	fetched *fetchedFrom
+	keys    []string // by shard
+	last    []int64  // offset of the last committed entry, by shard; -1: none
+	rows    []int64  // that it covers
+}
+
+func newJournalOf(t *testing.T, shards int16, fake *kfake.Cluster, configs map[string]*string) *journalOf {
+	t.Helper()
+	pool, fetched := pgtest.Pool(t), &fetchedFrom{topic: "progress"}
+
+	j := &journalOf{T: t, fetched: fetched, client: kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.DefaultProduceTopic("progress"), kgo.MaxBufferedRecords(100_000))}
+	j.admin = kadm.NewClient(j.client)
+	j.create(configs)
+	j.relay = relayAt(t, pool, fake, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", Shards: shards}, kgo.WithHooks(fetched))
+	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', $1)`, shards)
+	for shard := range shards {
+		key, err := j.relay.JournalKey(t.Context(), shard)
+		require.NoError(t, err)
+		j.keys, j.last, j.rows = append(j.keys, key), append(j.last, -1), append(j.rows, -1)
+	}
+	return j
+}
+
+func (j *journalOf) create(configs map[string]*string) {
+	j.Helper()
+	_, err := j.admin.CreateTopic(j.Context(), 1, 1, configs, "progress")
+	require.NoError(j, err)
+}
+
+// entry is as long as an entry of two snapshots with some open transactions.
+func (j *journalOf) entry(shard int16, rows int64) *kgo.Record {
+	tick := fmt.Sprintf(`{"tick":%d,"snapshot":"%d:%d:%d","seq_last":%d}`, rows, rows, rows+1, rows, rows)
+	return &kgo.Record{Key: []byte(j.keys[shard]), Value: fmt.Appendf(nil,
+		`{"system_identifier":7431298744512,"timeline":1,"epoch":1,"published":%d,"from":%s,"to":%s,"seq":%d,"floor":%d}`, rows, tick, tick, rows, rows)}
+}
+
+// write writes entries of shards in turn, without transactions of their own: what is read has the
+// same form.
+func (j *journalOf) write(entries int, shards ...int16) {
+	j.Helper()
+	records := make([]*kgo.Record, entries)
+	for i := range records {
+		shard := shards[i%len(shards)]
+		j.rows[shard]++
+		records[i] = j.entry(shard, j.rows[shard])
+	}
+	results := j.client.ProduceSync(j.Context(), records...)
+	require.NoError(j, results.FirstErr())
+	for i, r := range results {
+		shard := shards[i%len(shards)]
+		j.last[shard] = max(j.last[shard], r.Record.Offset)
+	}
+}
+
+func (j *journalOf) end() int64 {
+	j.Helper()
+	ends, err := j.admin.ListEndOffsets(j.Context(), "progress")
+	require.NoError(j, err)
+	end, _ := ends.Lookup("progress", 0)
+	return end.Offset
+}
+
+// takeover reads a shard, requires that it finds its last entry, and returns what that cost.
+func (j *journalOf) takeover(shard int16, from *int64) (records, size int64) {
+	j.Helper()
+	j.fetched.records.Store(0)
+	j.fetched.bytes.Store(0)
+	rows, err := j.relay.ReadJournal(j.Context(), shard, from)
+	require.NoError(j, err)
+	require.Equal(j, j.rows[shard], rows, "shard %d from %v: not its last entry", shard, from)
+	return j.fetched.records.Load(), j.fetched.bytes.Load()
+}
+
+// Property: what a takeover reads of the progress topic does not grow with it: after a day of
+// transactions it is what it was after seconds, although nothing was compacted. Row O44 of
+// guarantees.md.
+func TestTakeoverReadsTheEndOfTheProgressTopic(t *testing.T) {
+	longtest.Only(t, "400,000 records")
+	t.Parallel()
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1))
+	j := newJournalOf(t, 3, fake, nil)
+	j.write(3000, 0, 1)
+	near := func() *int64 { // batches of records are sent as a whole
+		j.write(2, 0, 1)
+		from := j.last[0]
+		for range 30 {
+			j.write(10, 0, 1)
+		}
+		return &from
+	}
+	soon, soonBytes := j.takeover(0, near())
+	require.LessOrEqual(t, soon, int64(302))
+
+	for range 10 {
+		j.write(40_000, 0, 1)
+	}
+	after, afterBytes := j.takeover(0, near())
+	t.Logf("read: after 3,000 entries %d records, %d bytes; after 400,000 %d, %d", soon, soonBytes, after, afterBytes)
+	require.LessOrEqual(t, after, int64(302))
+	require.LessOrEqual(t, afterBytes, 2*soonBytes)
+}
+
+// Property: whatever offset the copy of progress in the database names, a takeover finds the last
+// committed entry of its shard: in front of entries of others, behind aborted transactions, across
+// the beginning of a transaction, in a topic that was compacted, or made anew since. Rows O30, O44
+// of guarantees.md.
+func TestTakeoverFindsTheLastEntryFromAnyOffset(t *testing.T) {
+	t.Parallel()
+	compact, small := "compact", "20000"
+	each(t, map[string]map[string]*string{
+		"kept": nil, "compacted": {"cleanup.policy": &compact, "segment.bytes": &small},
+	}, func(t *testing.T, configs map[string]*string) {
+		t.Helper()
+		fake := kafkatest.Fake(t, kfake.NumBrokers(1))
+		j := newJournalOf(t, 4, fake, configs) // shard 3 writes nothing
+		seed := rand.Uint64()
+		t.Log("seed", seed)
+		random := rand.New(rand.NewPCG(seed, 1))
+		writers := make([]*kgo.Client, 3)
+		for i := range writers {
+			writers[i] = kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.DefaultProduceTopic("progress"), kgo.TransactionalID(j.keys[i]))
+		}
+		j.write(1, 2) // long ago
+		j.write(6000, 0, 1)
+		for range 60 {
+			shard := int16(random.IntN(2))
+			switch random.IntN(4) {
+			case 0:
+				j.write(1+random.IntN(50), shard)
+			case 1: // others write while the transaction is open
+				j.transact(writers[shard], shard, random.IntN(2) == 0, func() { j.write(5, 1-shard) })
+			default:
+				j.transact(writers[shard], shard, random.IntN(2) == 0, func() {})
+			}
+		}
+		fake.Compact()
+		end := j.end()
+		left := len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), "progress"))
+		require.Equal(t, configs != nil, left < 1000, "the test's own premise: %d records", left)
+		for range 25 {
+			from := random.Int64N(end+200) - 100
+			if random.IntN(2) == 0 {
+				from = end - random.Int64N(300)
+			}
+			j.takeover(int16(random.IntN(4)), &from)
+		}
+		j.takeover(2, nil)
+
+		// The offset is of the topic as it was before.
+		before := j.last[0]
+		_, err := j.admin.DeleteTopic(t.Context(), "progress")
+		require.NoError(t, err)
+		j.create(configs)
+		j.client.PurgeTopicsFromClient("progress")
+		j.rows = []int64{-1, -1, -1, -1}
+		j.takeover(0, &before)
+		j.write(10, 0)
+		j.takeover(0, &before)
+		j.write(int(before)+1000, 1)
+		j.takeover(0, &before)
+	})
+}
+
+// Property: the copy of progress in the database says where its record is in the progress topic. A shard
+// without rows writes its progress again once a minute, so that what a takeover of it reads does not
+// grow beside busy ones. Row O44 of guarantees.md.
+func TestIdleShardStaysNearTheEndOfTheProgressTopic(t *testing.T) {
+	longtest.Only(t, "a minute of real time decides")
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	insert(t, pool, "orders", "k", "1")
+	runAt(t, pool, fake, relay.Config{ExactlyOnce: true})
+	testwait.True(t, "the row is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+	testwait.True(t, "progress is written again, and copied", func() bool {
+		var offsets []int64
+		for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "effectonce-relay-progress") {
+			offsets = append(offsets, record.Offset)
+		}
+		copied := one[int64](t, pool, `SELECT coalesce(max(journal_offset), -1) FROM effectonce.outbox_advances`)
+		return len(offsets) == 2 && copied == offsets[1]
+	})
+	require.Equal(t, []string{"1"}, valuesAt(t, fake, "orders"))
+}
+
+// Property: a relay whose progress topic was deleted says so once, and continues from the database's copy.
+func TestLostProgressTopicIsReported(t *testing.T) {
+	t.Parallel()
+	pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
+	cfg := relay.Config{ExactlyOnce: true, Logger: slog.New(slog.NewTextHandler(said, nil))}
+	for i := range 3 {
+		insert(t, pool, "orders", "k", fmt.Sprint(i))
+		drain(t, relayAt(t, pool, fake, cfg))
+		require.Equal(t, i/2, strings.Count(said.String(), "lost this shard's progress"))
+		if i == 1 {
+			_, err := kafkaAdmin(t, fake).DeleteTopics(t.Context(), "effectonce-relay-progress")
+			require.NoError(t, err)
+		}
+	}
+	require.Equal(t, []string{"0", "1", "2"}, valuesAt(t, fake, "orders"))
+}
+
+func (j *journalOf) transact(client *kgo.Client, shard int16, commit bool, within func()) {
+	j.Helper()
+	require.NoError(j, client.BeginTransaction())
+	record := j.entry(shard, j.rows[shard]+1)
+	require.NoError(j, client.ProduceSync(context.WithoutCancel(j.Context()), record).FirstErr())
+	within()
+	require.NoError(j, client.EndTransaction(j.Context(), kgo.TransactionEndTry(commit)))
+	if commit {
+		j.rows[shard]++
+		j.last[shard] = record.Offset
+	}
+}
+
+// Property: the progress topic is made with settings that let the brokers forget what was passed. Where
+// they refuse those, the relay waits for a topic that an operator creates. Row O44 of guarantees.md.
+func TestProgressTopicIsMadeToBeCompacted(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	insert(t, pool, "orders", "k", "1")
+	fake.ControlKey(int16(kmsg.CreateTopics), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		create := request.(*kmsg.CreateTopicsRequest)
+		response := create.ResponseKind().(*kmsg.CreateTopicsResponse)
+		topic := kmsg.NewCreateTopicsResponseTopic()
+		topic.Topic, topic.ErrorCode = create.Topics[0].Topic, kerr.PolicyViolation.Code
+		response.Topics = append(response.Topics, topic)
+		return response, nil, true
+	})
+	r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: true, ProgressTopic: "progress"})
+	_, err := r.Drain(t.Context())
+	require.ErrorContains(t, err, "create it yourself with one partition and cleanup.policy=compact")
+	require.EqualValues(t, 1, drain(t, r))
+	configs := fake.TopicInfo("progress").Configs
+	require.Equal(t, "compact", *configs["cleanup.policy"])
+	for name, want := range map[string]int64{
+		"segment.bytes": relay.JournalSegmentBytes, "segment.ms": relay.JournalSegmentLasts.Milliseconds(),
+		"delete.retention.ms": relay.JournalSegmentLasts.Milliseconds(),
+	} {
+		require.Equal(t, strconv.FormatInt(want, 10), *configs[name], name)
 	}
 }

@@ -15,7 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -40,18 +39,8 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 		pool := pgtest.Pool(t)
 		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
 		random := rand.New(rand.NewPCG(1, 2))
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			switch random.IntN(9) {
-			case 0:
-				return nil, errors.New("connection cut"), true
-			case 1:
-				return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, true
-			case 2:
-				return refuse(request.(*kmsg.ProduceRequest), kerr.RequestTimedOut), nil, true
-			default:
-				return nil, nil, false
-			}
+		onProduce(fake, func([]byte) error {
+			return map[int]error{0: errors.New("connection cut"), 1: kerr.NotEnoughReplicas, 2: kerr.RequestTimedOut}[random.IntN(9)]
 		})
 		for i := range 300 {
 			insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
@@ -80,60 +69,55 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 // their topic. Row O31 of guarantees.md.
 func TestRefusalsOfSeveralKeysAreAnOutage(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct {
+	type outage struct {
 		why      *kerr.Error
 		last     int // of the rows, which begin with 10
 		left     int // refusals
 		released bool
-	}{
+	}
+	eachBoth(t, map[string]outage{
 		"timestamp": {why: kerr.InvalidTimestamp, last: 10, left: 4},
 		"unknown":   {why: kerr.UnknownServerError, last: 11, left: 4}, // which says nothing about a record
 		"version":   {why: kerr.UnsupportedVersion, last: 11, left: 4},
 		"abortable": {why: kerr.TransactionAbortable, last: 11, left: 4},
 		"policy":    {why: kerr.PolicyViolation, last: 30, left: 15}, // the rows are tried in a turn and a half
 		"released":  {why: kerr.InvalidRecord, last: 30, left: 15, released: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake, c := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1)), c
-				if exactly {
-					c.left = 4
-				}
-				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-					fake.KeepControl()
-					if c.left--; c.left >= 0 {
-						return refuse(request.(*kmsg.ProduceRequest), c.why), nil, true
-					}
-					return nil, nil, false
-				})
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
-					SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
-				if !c.released {
-					createAt(t, fake, "orders")
-				}
-				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
-				if c.released {
-					testwait.True(t, "they wait", func() bool { return dead(t, pool) == c.last-9 })
-					createAt(t, fake, "orders")
-				}
-				refused := func() int {
-					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused'`)
-				}
-				testwait.True(t, "all is published", func() bool {
-					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == c.last-9 && dead(t, pool) == 0 || refused() > 0
-				})
-				require.Zero(t, refused())
-				for _, key := range []string{"k1", "k2"} {
-					require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
-				}
-				if exactly {
-					require.Len(t, valuesAt(t, fake, "orders"), c.last-9)
-				}
-			})
+	}, func(t *testing.T, c outage, exactly bool) {
+		t.Helper()
+		pool, fake, c := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1)), c
+		if exactly {
+			c.left = 4
+		}
+		onProduce(fake, func([]byte) error {
+			if c.left--; c.left >= 0 {
+				return c.why
+			}
+			return nil
 		})
-	}
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT 'orders', CASE WHEN n % 3 > 0 THEN convert_to('k' || n % 3, 'UTF8') END, convert_to(n::text, 'UTF8') FROM generate_series(10, $1::int) n`, c.last)
+		if !c.released {
+			createAt(t, fake, "orders")
+		}
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, SkipDead: true})
+		if c.released {
+			testwait.True(t, "they wait", func() bool { return dead(t, pool) == c.last-9 })
+			createAt(t, fake, "orders")
+		}
+		refused := func() int {
+			return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused'`)
+		}
+		testwait.True(t, "all is published", func() bool {
+			return len(distinctInOrder(valuesAt(t, fake, "orders"))) == c.last-9 && dead(t, pool) == 0 || refused() > 0
+		})
+		require.Zero(t, refused())
+		for _, key := range []string{"k1", "k2"} {
+			require.True(t, slices.IsSorted(distinctInOrder(keyedAt(t, fake, "orders", key))), key)
+		}
+		if exactly {
+			require.Len(t, valuesAt(t, fake, "orders"), c.last-9)
+		}
+	})
 }
 
 // Property: where brokers refuse compressed batches the relay sends uncompressed and says once what to
@@ -145,15 +129,13 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 			t.Parallel()
 			pool, fake, said := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &lockedBuffer{}
 			var codecs atomic.Int64 // a bit for each
-			fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-				fake.KeepControl()
-				produce := request.(*kmsg.ProduceRequest)
+			onProduce(fake, func(records []byte) error {
 				var batch kmsg.RecordBatch
-				if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.Attributes&7 != 0 {
+				if err := batch.ReadFrom(records); err == nil && batch.Attributes&7 != 0 {
 					codecs.Or(1 << (batch.Attributes & 7))
-					return refuse(produce, why), nil, true
+					return why
 				}
-				return nil, nil, false
+				return nil
 			})
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', convert_to('k' || n, 'UTF8'), convert_to(repeat('x', 1000), 'UTF8') FROM generate_series(1, 20) n`)
 			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Compression: codec, ExactlyOnce: codec != "", Logger: slog.New(slog.NewTextHandler(said, nil))})
@@ -172,64 +154,55 @@ func TestRefusedCompressionIsLeftOut(t *testing.T) {
 // published twice. Row O10 of guarantees.md.
 func TestRefusedRowsAreFoundSoon(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct{ first, last, rows, requests int }{"one": {12345, 12345, 20_000, 1000}, "many": {1, 60, 70, 230}} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				var requests atomic.Int64
-				fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-					fake.KeepControl()
-					requests.Add(1)
-					return nil, nil, false
-				})
-				poisoned(fake)
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', CASE WHEN n BETWEEN $1 AND $2 THEN 'poison' ELSE convert_to(n::text, 'UTF8') END
-					FROM generate_series(1, $3::int) n`, c.first, c.last, c.rows)
-				stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
-				innocent := c.rows - (c.last - c.first + 1)
-				testwait.True(t, "all is published or dead", func() bool {
-					return dead(t, pool) == c.rows-innocent && one[int](t, pool, `SELECT coalesce(max(published), 0)::int FROM effectonce.outbox_progress_now`) == innocent
-				})
-				stop()
-				require.Len(t, distinctInOrder(valuesAt(t, fake, "orders")), innocent)
-				require.Less(t, requests.Load(), int64(c.requests))
-				if exactly {
-					require.Len(t, valuesAt(t, fake, "orders"), innocent)
-				}
-			})
+	type refused struct{ first, last, rows, requests int }
+	eachBoth(t, map[string]refused{"one": {12345, 12345, 20_000, 1000}, "many": {1, 60, 70, 230}}, func(t *testing.T, c refused, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var requests atomic.Int64
+		onProduce(fake, func([]byte) error {
+			requests.Add(1)
+			return nil
 		})
-	}
+		poisoned(fake)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', CASE WHEN n BETWEEN $1 AND $2 THEN 'poison' ELSE convert_to(n::text, 'UTF8') END
+			FROM generate_series(1, $3::int) n`, c.first, c.last, c.rows)
+		stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly}))
+		innocent := c.rows - (c.last - c.first + 1)
+		testwait.True(t, "all is published or dead", func() bool { return dead(t, pool) == c.rows-innocent && published(t, pool) == innocent })
+		stop()
+		require.Len(t, distinctInOrder(valuesAt(t, fake, "orders")), innocent)
+		require.Less(t, requests.Load(), int64(c.requests))
+		if exactly {
+			require.Len(t, valuesAt(t, fake, "orders"), innocent)
+		}
+	})
 }
 
 // Property: a topic that takes less than a batch, or than one row of many, costs a few restarts, and other
 // topics flow. Row O11 of guarantees.md.
 func TestRefusedSizesComeToAnEnd(t *testing.T) {
 	t.Parallel()
-	for limit, rows := range map[string]int{"3000": 150, "500": 40} { // below the smallest batch there is no larger row, which would be tried alone at once
-		t.Run(limit, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				small := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", limit)
-				for i := range rows {
-					insert(t, pool, small, fmt.Sprint("k", i%5), incompressible(100))
-				}
-				large := 0
-				if limit == "3000" {
-					large = 1
-					insert(t, pool, small, "big", incompressible(5000))
-				}
-				insert(t, pool, "orders", "k", "1")
-				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
-				testwait.True(t, "the other topic flows", func() bool { return len(valuesAt(t, fake, "orders")) >= 1 && dead(t, pool) == large })
-				testwait.True(t, "so do the small rows", func() bool { return len(distinctInOrder(valuesAt(t, fake, small))) == rows })
-				require.Less(t, one[int](t, pool, `SELECT max(epoch)::int FROM effectonce.outbox_progress`), 60)
-			})
-		})
+	// Below the smallest batch there is no larger row, which would be tried alone at once.
+	type topic struct {
+		limit       string
+		rows, large int
 	}
+	eachBoth(t, map[string]topic{"a larger row": {"3000", 150, 1}, "none": {"500", 40, 0}}, func(t *testing.T, c topic, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		small := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", c.limit)
+		for i := range c.rows {
+			insert(t, pool, small, fmt.Sprint("k", i%5), incompressible(100))
+		}
+		for range c.large {
+			insert(t, pool, small, "big", incompressible(5000))
+		}
+		insert(t, pool, "orders", "k", "1")
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		testwait.True(t, "the other topic flows", func() bool { return len(valuesAt(t, fake, "orders")) >= 1 && dead(t, pool) == c.large })
+		testwait.True(t, "so do the small rows", func() bool { return len(distinctInOrder(valuesAt(t, fake, small))) == c.rows })
+		require.Less(t, one[int](t, pool, `SELECT max(epoch)::int FROM effectonce.outbox_progress`), 60)
+	})
 }
 
 // Property: a row that goes alone while the relay is stopped, and whose transaction cannot be ended in
@@ -241,15 +214,14 @@ func TestStopWhileARowGoesAlone(t *testing.T) {
 	poisoned(fake)
 	slow, answer := make(chan struct{}), make(chan struct{})
 	var once sync.Once
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		if records := request.(*kmsg.ProduceRequest).Topics[0].Partitions[0].Records; bytes.Contains(records, []byte("slow")) && !bytes.Contains(records, []byte("poison")) {
+	onProduce(fake, func(records []byte) error {
+		if bytes.Contains(records, []byte("slow")) && !bytes.Contains(records, []byte("poison")) {
 			once.Do(func() {
 				close(slow)
 				fake.SleepControl(func() { <-answer })
 			})
 		}
-		return nil, nil, false
+		return nil
 	})
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'a', 'slow'), ('orders', 'b', 'poison'), ('orders', 'c', '3')`)
 	stop := starts(t, relayAt(t, pool, fake, relay.Config{ExactlyOnce: true}))
@@ -320,7 +292,7 @@ func TestRefusalsAroundATakenRowAreTheRows(t *testing.T) {
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 			SELECT 'orders', convert_to('d' || n, 'UTF8'), CASE n WHEN 1 THEN '3' ELSE 'poison' END::bytea FROM generate_series(1, 4) n`)
 		testwait.True(t, "three others are an outage, and what was taken before them is behind progress", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") &&
+			return strings.Contains(problem(t, pool), "several keys") &&
 				one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 3
 		})
 		require.Equal(t, 3, dead(t, pool))
@@ -341,10 +313,30 @@ func TestOutageAtTheEndOfAPageKillsNoRow(t *testing.T) {
 			SELECT 'orders', convert_to('k' || n, 'UTF8'), CASE WHEN n > 14 THEN 'poison' ELSE 'good' END::bytea FROM generate_series(1, 18) n`) // pages have 16
 		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
 		testwait.True(t, "an outage", func() bool {
-			return strings.Contains(one[string](t, pool, `SELECT coalesce(max(problem), '') FROM effectonce.outbox_replicas`), "several keys") || dead(t, pool) > 0
+			return strings.Contains(problem(t, pool), "several keys") || dead(t, pool) > 0
 		})
 		require.Zero(t, dead(t, pool))
 		require.GreaterOrEqual(t, len(valuesAt(t, fake, "orders")), 14)
+	})
+}
+
+// onProduce lets a function see the records of each produce request, and decide on the answer: an error of
+// Kafka's, another one breaks the connection, and nil leaves it to the brokers.
+func onProduce(fake *kfake.Cluster, answer func(records []byte) error) {
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		produce := request.(*kmsg.ProduceRequest)
+		var records []byte
+		for _, topic := range produce.Topics {
+			for _, partition := range topic.Partitions {
+				records = append(records, partition.Records...)
+			}
+		}
+		err := answer(records)
+		if why := (*kerr.Error)(nil); errors.As(err, &why) {
+			return refuse(produce, why), nil, true
+		}
+		return nil, err, err != nil
 	})
 }
 
@@ -372,9 +364,7 @@ func TestKafkaAwayForLong(t *testing.T) {
 		t.Helper()
 		ctx, pool := t.Context(), pgtest.Pool(t)
 		fake, network := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
-		r, err := relay.New(pool, network.options(fake), relay.Config{Owner: "a", ExactlyOnce: exactly, Lease: time.Second, InFlightBytesMax: 64 << 10})
-		require.NoError(t, err)
-		stop := starts(t, r)
+		r := behindCut(t, pool, fake, network, relay.Config{Owner: "a", ExactlyOnce: exactly, Lease: time.Second, InFlightBytesMax: 64 << 10})
 		insert(t, pool, "orders", "k", "0")
 		testwait.True(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
 		network.away.Store(true)
@@ -393,11 +383,8 @@ func TestKafkaAwayForLong(t *testing.T) {
 		require.Greater(t, backlog.Oldest, 2*time.Hour)
 		network.away.Store(false)
 		testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == rows })
-		stop()
 		require.Zero(t, dead(t, pool))
-		for i, value := range distinctInOrder(valuesAt(t, fake, "orders")) {
-			require.Equal(t, fmt.Sprint(i), value)
-		}
+		require.Equal(t, numbered("", rows), distinctInOrder(valuesAt(t, fake, "orders")))
 	})
 }
 
@@ -419,9 +406,7 @@ func (c *cutConn) Write(p []byte) (int, error) {
 // that restarts, is no reason to give up.
 func TestConnectionLostAtTheStart(t *testing.T) {
 	t.Parallel()
-	ctx := t.Context()
-	config, err := pgxpool.ParseConfig(pgtest.Database(t))
-	require.NoError(t, err)
+	config := pgtest.Pool(t).Config()
 	var losses atomic.Int64
 	losses.Store(3)
 	dial := config.ConnConfig.DialFunc
@@ -431,14 +416,8 @@ func TestConnectionLostAtTheStart(t *testing.T) {
 	}
 	pool, topic := pgtest.PoolOf(t, config), kafkatest.Topic(t, 1)
 	insert(t, pool, topic, "k", "0")
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Lease: time.Minute})
-	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
-	testwait.True(t, `len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0`, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 })
-	stop()
-	require.NoError(t, <-done)
+	starts(t, newRelay(t, pool, relay.Config{}))
+	testwait.True(t, "the row is published", func() bool { return len(values(t, topic)) == 1 })
 	require.Negative(t, losses.Load())
 }
 
@@ -468,10 +447,9 @@ func TestStandbyIsRefused(t *testing.T) {
 	require.NoError(t, cluster.Kill(t.Context()))
 	require.NoError(t, cluster.Restart(t.Context()))
 	pool.Reset()
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
-	require.NoError(t, err)
+	r := newRelay(t, pool, relay.Config{})
 	require.ErrorIs(t, r.Run(t.Context()), relay.ErrNotPrimary)
-	_, err = r.Drain(t.Context())
+	_, err := r.Drain(t.Context())
 	require.ErrorIs(t, err, relay.ErrNotPrimary, "a standby hides nothing")
 }
 

@@ -2,9 +2,10 @@ package relay_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -18,7 +19,6 @@ import (
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -56,18 +56,76 @@ func deadStatements() []deadStatement {
 	}
 }
 
-// explain returns the plan of a statement, and how many buffers it read. Prepared, so that the
-// settings decide on the kind of plan.
-func (s deadStatement) explain(t *testing.T, pool *pgxpool.Pool) (plan string, buffers int) {
+// Property: a look reads rows by index only, by one plan, whatever the statistics say: there are
+// none, they are of a table that was empty, or they are right. Row O21 of guarantees.md.
+func TestFetchWalksIndexes(t *testing.T) {
+	t.Parallel()
+	for _, statistics := range []string{"none", "of the empty table", "right"} {
+		for name, sql := range map[string]string{"fetch": relay.FetchSQL, "fetch new": relay.FetchNewSQL, "fetch sized": relay.FetchSizedSQL} {
+			t.Run(name+", statistics "+statistics, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.Pool(t)
+				if statistics == "of the empty table" {
+					must(t, pool, `VACUUM ANALYZE effectonce.outbox`)
+				}
+				// One transaction with all rows is what misleads the planner about txid.
+				must(t, pool, `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 30000)`)
+				if statistics == "right" {
+					must(t, pool, `VACUUM ANALYZE effectonce.outbox`)
+				}
+				for _, after := range []int64{0, 29990} {
+					plan, _ := look(t, pool, sql, after, "5:7:5", "5,6") // beside two transactions that had been open
+					for slot := range 4 {
+						require.Regexp(t, fmt.Sprintf(`Index (Only )?Scan using outbox_%d_pkey`, slot), plan)
+						if sql != relay.FetchNewSQL {
+							require.Regexp(t, fmt.Sprintf(`Index (Only )?Scan using outbox_%d_txid_seq_idx`, slot), plan)
+						}
+					}
+					require.Contains(t, plan, "Merge Append", "the page comes in order from the index")
+					// Only a page of late rows is sorted, never the rest of the outbox.
+					require.LessOrEqual(t, strings.Count(plan, "Sort ("), 2, plan)
+					require.NotRegexp(t, `Rows Removed by Filter: \d{3,}`, plan)
+					require.NotRegexp(t, `Seq Scan on outbox_\d`, plan)
+				}
+			})
+		}
+	}
+}
+
+// Property: a look reads nothing of a transaction that is still open, however many rows it has.
+// Row O21 of guarantees.md.
+func TestOpenTransactionCostsALookNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	open := opened(t, pool, `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 20000)`)
+	txid := one[int64](t, open, `SELECT pg_current_xact_id()::text::bigint`)
+	for _, sql := range []string{relay.FetchSQL, relay.FetchSizedSQL} {
+		plan, pages := look(t, pool, sql, 20000, fmt.Sprintf("%d:%d:%d", txid, txid+1, txid), fmt.Sprint(txid))
+		require.Less(t, pages, 100, plan)
+	}
+}
+
+// look executes a fetch. It returns its plan, and how many pages it read.
+func look(t *testing.T, pool *pgxpool.Pool, sql string, after int64, since, open string) (plan string, pages int) {
+	t.Helper()
+	types, args := "(text, bigint, text, bigint, text, int, int, int)", []any{nil, after, since, 100, nil, 1, 0, 16384}
+	if sql != relay.FetchNewSQL {
+		types, args = "(text, bigint, text, bigint, text, int, int, int, text[], bigint)", append(args, "{"+open+"}", 0)
+	}
+	return explained(t, pool, relay.FetchSettingsSQL, types, sql, args...)
+}
+
+// explained executes a statement in a transaction that is rolled back: prepared, so that the settings decide
+// on the kind of plan. It returns its plan, and how many pages it read.
+func explained(t *testing.T, pool *pgxpool.Pool, settings, types, sql string, args ...any) (plan string, pages int) {
 	t.Helper()
 	ctx := t.Context()
 	tx, err := pool.Begin(ctx)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, tx.Rollback(ctx)) }()
-	_, err = tx.Exec(ctx, relay.DeadSettingsSQL, nil)
-	require.NoError(t, err)
-	literals := make([]string, len(s.args))
-	for i, arg := range s.args {
+	must(t, tx, settings)
+	literals := make([]string, len(args))
+	for i, arg := range args {
 		switch arg := arg.(type) {
 		case []string:
 			literals[i] = "'{" + strings.Join(arg, ",") + "}'"
@@ -79,25 +137,24 @@ func (s deadStatement) explain(t *testing.T, pool *pgxpool.Pool) (plan string, b
 			literals[i] = "'{" + strings.Join(quoted, ",") + "}'"
 		case string:
 			literals[i] = "'" + arg + "'"
+		case nil:
+			literals[i] = "NULL"
 		default:
 			literals[i] = fmt.Sprint(arg)
 		}
 	}
-	_, err = tx.Exec(ctx, "PREPARE looked_at AS "+s.sql, pgx.QueryExecModeSimpleProtocol)
-	require.NoError(t, err)
-	var text string
-	require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) EXECUTE looked_at ("+strings.Join(literals, ", ")+")",
-		pgx.QueryExecModeSimpleProtocol).Scan(&text))
-	_, err = tx.Exec(ctx, "DEALLOCATE looked_at", pgx.QueryExecModeSimpleProtocol)
-	require.NoError(t, err)
-	var plans []struct {
-		Plan struct {
-			Hit  int `json:"Shared Hit Blocks"`
-			Read int `json:"Shared Read Blocks"`
-		}
+	must(t, tx, "PREPARE explained "+types+" AS "+sql, pgx.QueryExecModeSimpleProtocol)
+	explain := "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, COSTS OFF) EXECUTE explained (" + strings.Join(literals, ", ") + ")"
+	lines := all[string](t, tx, explain, pgx.QueryExecModeSimpleProtocol)
+	must(t, tx, "DEALLOCATE explained")
+	plan = strings.Join(lines, "\n")
+	whole := regexp.MustCompile(`Buffers: shared(?: hit=(\d+))?(?: read=(\d+))?`).FindStringSubmatch(plan) // the first: of all nodes
+	require.NotNil(t, whole, plan)
+	for _, n := range whole[1:] {
+		some, _ := strconv.Atoi(n)
+		pages += some
 	}
-	require.NoError(t, json.Unmarshal([]byte(text), &plans))
-	return text, plans[0].Plan.Hit + plans[0].Plan.Read
+	return plan, pages
 }
 
 // Property: what the relay reads of outbox_dead depends on what may leave, and not on how many rows
@@ -107,13 +164,14 @@ func TestDeadStatementsReadNothingThatWaits(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	must(t, pool, `ALTER TABLE effectonce.outbox_dead SET (autovacuum_enabled = off)`)
+	settings := strings.ReplaceAll(relay.DeadSettingsSQL, "$1", "NULL")
 	check := func(state string) {
 		for _, s := range deadStatements() {
-			plan, buffers := s.explain(t, pool)
+			plan, buffers := explained(t, pool, settings, "", s.sql, s.args...)
 			name, _, _ := strings.Cut(s.sql, "\n")
 			t.Log(state, name, buffers)
 			for _, index := range strings.Fields(s.indexes) {
-				require.Contains(t, plan, fmt.Sprintf(`"Index Name": "%s"`, index), "%s: %s: %s", state, name, plan)
+				require.Regexp(t, `Index (Only )?Scan (using|on) `+index+`\b`, plan, "%s: %s: %s", state, name, plan)
 			}
 			require.LessOrEqual(t, buffers, s.buffers, "%s: %s: %s", state, name, plan)
 		}
@@ -141,15 +199,9 @@ func TestDeadStatementsReadNothingThatWaits(t *testing.T) {
 func TestWriterSeesTheBacklog(t *testing.T) {
 	t.Parallel()
 	const tolerance = 20 * time.Minute // the rows differ by an hour
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	address := pool.Config().ConnString()
-	prefix := pgtest.RolePrefix(t, address)
-	roles, err := migrations.Roles(migrations.Options{}, prefix)
-	require.NoError(t, err)
-	must(t, pool, roles)
-	writer, err := pgx.Connect(ctx, pgtest.Login(t, address, prefix, "publisher"))
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = writer.Close(context.WithoutCancel(ctx)) })
+	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
+	pool, _, prefix := roled(t)
+	writer := pgtest.Connect(t, pgtest.Login(t, pool.Config().ConnString(), prefix, "publisher"))
 	backlog := func() outbox.Backlog {
 		b, err := outbox.ReadBacklog(ctx, writer)
 		require.NoError(t, err)
@@ -169,12 +221,8 @@ func TestWriterSeesTheBacklog(t *testing.T) {
 	require.Zero(t, b.Rows)
 	require.Zero(t, b.Oldest)
 
-	late, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer late.Rollback(context.WithoutCancel(ctx))
-	_, err = late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, created_at) VALUES ($1, 'k', clock_timestamp() - interval '2 hours')`, topic)
-	require.NoError(t, err)
-	_, err = pool.Exec(ctx, `DO $$ BEGIN INSERT INTO effectonce.outbox (topic) VALUES ('gone'); RAISE EXCEPTION 'rolled back'; END $$`)
+	late := opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, created_at) VALUES ($1, 'k', clock_timestamp() - interval '2 hours')`, topic)
+	_, err := pool.Exec(ctx, `DO $$ BEGIN INSERT INTO effectonce.outbox (topic) VALUES ('gone'); RAISE EXCEPTION 'rolled back'; END $$`)
 	require.Error(t, err)
 	insert(t, pool, topic, "k", "v")
 	drain(t, r)
@@ -201,8 +249,7 @@ func TestBacklogWithinABatch(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload, created_at) SELECT 't', CASE WHEN n > 50 THEN 'first' ELSE 'v' END::bytea, clock_timestamp() - n * interval '1 minute' FROM generate_series(60, 1, -1) n`)
-	cfg := relay.Config{PageRowsMax: 10, ProgressEvery: time.Millisecond}
-	cfg.Sink = &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
 		if string(messages[0].Payload) == "first" {
 			return len(messages), nil
 		}
@@ -210,9 +257,7 @@ func TestBacklogWithinABatch(t *testing.T) {
 		testwait.True(t, "progress is inside the batch", func() bool { return one[bool](t, pool, inside) }) //nolint:contextcheck // the test's own
 		return 0, errors.New("no more")
 	}}
-	r, err := relay.New(pool, nil, cfg)
-	require.NoError(t, err)
-	_, err = r.Drain(ctx)
+	_, err := newSinkRelay(t, pool, sink, relay.Config{PageRowsMax: 10, ProgressEvery: time.Millisecond}).Drain(ctx)
 	require.ErrorContains(t, err, "no more")
 	seq := one[int](t, pool, `SELECT seq FROM effectonce.outbox_progress_now WHERE next_tick IS NOT NULL`)
 	require.Positive(t, seq)
@@ -234,28 +279,15 @@ func TestLookAtTheBacklogIsCheap(t *testing.T) {
 	}
 	many(1, 20_000)
 	drain(t, newRelay(t, pool, relay.Config{}))
+	conn := pgtest.Connect(t, pool.Config().ConnString())
 	for _, analyzed := range []bool{false, true} {
 		if analyzed {
 			must(t, pool, `ANALYZE effectonce.outbox`)
 		}
 		many(1, 20_000)
-		rows, err := pool.Query(t.Context(), `EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF, BUFFERS OFF) SELECT oldest_seconds, rows FROM effectonce.outbox_backlog`)
-		require.NoError(t, err)
-		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		plan := strings.Join(lines, "\n")
+		plan := pgtest.Plan(t, conn, `SELECT oldest_seconds, rows FROM effectonce.outbox_backlog`)
 		require.NotRegexp(t, `rows=\d{3,}`, plan, plan)
 	}
-}
-
-// bystander holds a snapshot and a transaction id until the test ends.
-func bystander(t *testing.T, address string) {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { assert.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) })
-	_, err = conn.Exec(t.Context(), `BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT pg_current_xact_id()`)
-	require.NoError(t, err)
 }
 
 // relayPages is how many pages the tables that a relay writes may have, with their indexes: what
@@ -269,25 +301,22 @@ const relayPages = 120
 func TestBacklogLeavesNoDeadRows(t *testing.T) {
 	longtest.Only(t, "1,000,000 rows")
 	t.Parallel()
-	ctx, topic, rows := t.Context(), kafkatest.Topic(t, 4), 1_000_000
+	topic, rows := kafkatest.Topic(t, 4), 1_000_000
 	if testing.Short() {
 		rows = 50_000
 	}
 	server, pool := ownCluster(t, map[string]string{"autovacuum": "off", "max_wal_size": "4GB"})
-	bystander(t, server.URL)
+	must(t, pgtest.Connect(t, server.URL), `BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT pg_current_xact_id()`) // until the test ends
 	config := pool.Config()
 	config.ConnConfig.RuntimeParams["application_name"] = "the relay"
 	relays := pgtest.PoolOf(t, config)
 	stop := starts(t, newRelay(t, relays, relay.Config{Lease: time.Minute}))
 	const parts = 20
 	for range parts {
-		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 			SELECT $1, convert_to((n % 1000)::text, 'UTF8'), convert_to(repeat(md5(n::text), 8), 'UTF8') FROM generate_series(1, $2::int) AS n`, topic, rows/parts)
-		require.NoError(t, err)
 	}
-	testwait.True(t, "all rows are published", func() bool {
-		return one[int](t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`) == rows
-	})
+	testwait.True(t, "all rows are published", func() bool { return published(t, pool) == rows })
 	stop()
 	require.Equal(t, rows, kafkatest.Count(t, topic))
 
@@ -313,7 +342,7 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	t.Parallel()
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
 	server, pool := ownCluster(t, map[string]string{"synchronous_commit": "off"})
-	bystander(t, server.URL)
+	must(t, pgtest.Connect(t, server.URL), `BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT pg_current_xact_id()`) // until the test ends
 	r := newRelay(t, pool, relay.Config{})
 	publish := func() time.Duration {
 		insert(t, pool, topic, "k", "1")
@@ -323,12 +352,16 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	}
 	publish()
 	run, token := one[string](t, pool, relay.RunSQL), one[string](t, pool, `SELECT token FROM effectonce.outbox_ticks WHERE tick = 0`)
+	pages := func(sql string, args ...any) int {
+		_, n := explained(t, pool, "", "", sql, args...)
+		return n
+	}
 	advance := func() int {
 		n := one[int64](t, pool, `SELECT max(n) FROM effectonce.outbox_advances`)
-		return pagesOf(t, pool, relay.AdvanceSQL, run, "default", 0, n+1, 1, 0, nil, 0, 0, 1, nil, token, nil)
+		return pages(relay.AdvanceSQL, run, "default", 0, n+1, 1, 0, nil, 0, 0, 1, nil, token, nil)
 	}
 	acquire := func() int {
-		return pagesOf(t, pool, relay.AcquireSQL, run, "default", 0, "test", "1 second", nil, nil)
+		return pages(relay.AcquireSQL, run, "default", 0, "test", "1 second", nil, nil)
 	}
 	before, took, acquires := advance(), publish(), acquire()
 
@@ -338,7 +371,7 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	conn, err := pool.Acquire(ctx)
 	require.NoError(t, err)
 	defer conn.Release()
-	_, err = conn.Exec(ctx, `DO $$
+	must(t, conn, `DO $$
 		BEGIN
 			FOR i IN 1..72000 LOOP
 				INSERT INTO effectonce.outbox_advances SELECT relay, shard, n + 1, epoch, tick, next_tick, seq, floor, published, journal_offset
@@ -352,28 +385,9 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 				COMMIT;
 			END LOOP;
 		END $$`)
-	require.NoError(t, err)
 	require.Greater(t, one[int64](t, pool, `SELECT max(n) FROM effectonce.outbox_advances`), int64(hour))
 	after := advance()
 	t.Logf("pages read and written: by a write of progress %d before, %d after an hour of them; by taking the lease %d and %d; a drain of one row took %v and %v",
 		before, after, acquires, acquire(), took, publish())
 	require.Less(t, after, before+30, "the index got deeper; nothing else grows")
-}
-
-// pagesOf executes a statement in a transaction that is rolled back, and returns how many pages it
-// touched.
-func pagesOf(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
-	t.Helper()
-	ctx := t.Context()
-	tx, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer func() { require.NoError(t, tx.Rollback(ctx)) }()
-	var plan []struct {
-		Plan struct {
-			Hit  int `json:"Shared Hit Blocks"`
-			Read int `json:"Shared Read Blocks"`
-		}
-	}
-	require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+sql, append([]any{pgx.QueryExecModeExec}, args...)...).Scan(&plan))
-	return plan[0].Plan.Hit + plan[0].Plan.Read
 }

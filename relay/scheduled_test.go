@@ -13,7 +13,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -22,12 +21,6 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
-
-func must(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err)
-}
 
 // Property: a message for later gets into the outbox once and never before its time by the
 // database's clock, also where two relays of different names look after the same outbox; each of
@@ -82,8 +75,9 @@ func TestCancelledOrPublished(t *testing.T) {
 	next.Store(-1)
 	undo := errors.New("rolled back")
 	var cancelling, moving sync.WaitGroup
-	stop, begun := make(chan struct{}), make(chan struct{})
+	begun := make(chan struct{})
 	var meanwhile atomic.Int64
+	var over atomic.Bool
 	move := func() {
 		moved, err := r.PromotePage(ctx, 7)
 		if err != nil {
@@ -123,27 +117,21 @@ func TestCancelledOrPublished(t *testing.T) {
 	for range 2 {
 		moving.Go(func() {
 			<-begun
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					move() // few at a time, also from the end at which the cancelling continues
-				}
+			for !over.Load() {
+				move() // few at a time, also from the end at which the cancelling continues
 			}
 		})
 	}
 	cancelling.Wait()
-	close(stop)
+	over.Store(true)
 	moving.Wait()
 	for one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`) > 0 {
 		require.NoError(t, r.PromoteDue(ctx))
 	}
-	rows, err := pool.Query(ctx, `SELECT id, count(*) FROM effectonce.outbox GROUP BY id`)
-	require.NoError(t, err)
-	published, id, times := map[uuid.UUID]int{}, [16]byte{}, 0
-	_, err = pgx.ForEachRow(rows, []any{&id, &times}, func() error { published[id] = times; return nil })
-	require.NoError(t, err)
+	published := map[uuid.UUID]int{}
+	for _, id := range all[[16]byte](t, pool, `SELECT id FROM effectonce.outbox`) {
+		published[id]++
+	}
 	n := 0
 	for i, m := range msgs {
 		if cancelled[i] {
@@ -158,90 +146,45 @@ func TestCancelledOrPublished(t *testing.T) {
 	require.Positive(t, meanwhile.Load(), "nothing was moved meanwhile: the test shows nothing")
 }
 
-// Property: however many move at once, the order of the outbox is the order of the times.
-func TestMovedInTheOrderOfTheTimes(t *testing.T) {
-	t.Parallel()
-	ctx, pool := t.Context(), pgtest.Pool(t)
-	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, key) SELECT 'epoch'::timestamptz + hashint4(n) * interval '1 second', 'orders', 'k' FROM generate_series(1, 5000) n`)
-	must(t, pool, `CREATE TABLE planned AS SELECT id, row_number() OVER (ORDER BY due_at) AS place FROM effectonce.outbox_scheduled WHERE due_at < now()`)
-	var moving sync.WaitGroup
-	for i := range 4 {
-		r := newRelay(t, pool, relay.Config{Name: fmt.Sprint("r", i)})
-		moving.Go(func() {
-			for range 10 {
-				if err := r.PromoteDue(ctx); err != nil {
-					t.Errorf("move: %v", err)
-				}
-			}
-		})
-	}
-	moving.Wait()
-	require.Greater(t, one[int](t, pool, `SELECT count(*) FROM planned`), 2000)
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM planned WHERE id NOT IN (SELECT id FROM effectonce.outbox)`))
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM (SELECT place, row_number() OVER (ORDER BY seq) AS came FROM effectonce.outbox JOIN planned USING (id)) x WHERE place <> came`))
-}
-
-// Property: while one moves messages, another one moves none, also none behind them: its own could
-// commit first. What is not due stays, also under the ID of what is.
+// Property: while one moves messages, another one moves none, also none behind them: its own could commit
+// first. A relay that is killed in the middle of a move has moved nothing, and the next one moves all of it,
+// once. What is not due stays, also under the ID of what is.
 func TestOneMovesAtATime(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT 'epoch'::timestamptz + n * interval '1 second', 'orders', n::text::bytea FROM generate_series(1, 1500) n`)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (id, due_at, topic) SELECT id, '2999-01-01', 'tomorrow' FROM effectonce.outbox_scheduled`)
-	release := halted(t, pool)
-	done := make(chan error, 1)
-	first := newRelay(t, pool, relay.Config{Name: "first"})
-	go func() { done <- first.PromoteDue(ctx) }()
-	const waiting = `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
-	testwait.True(t, "the first one is in the middle of it", func() bool { return one[int](t, pool, waiting) == 1 })
-	other, cancel := context.WithTimeout(ctx, testwait.Bound)
-	defer cancel()
-	require.NoError(t, newRelay(t, pool, relay.Config{Name: "other"}).PromoteDue(other), "it does not wait")
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
-	release()
-	require.NoError(t, <-done)
-	require.Equal(t, 1500, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox WHERE topic = 'orders'`))
-	require.Equal(t, 1500, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE topic = 'tomorrow'`))
-}
-
-// halted lets the insert of the row 50 into the outbox wait until release, after a move has deleted
-// all its rows.
-func halted(t *testing.T, pool *pgxpool.Pool) (release func()) {
-	t.Helper()
-	ctx := t.Context()
+	// A move waits in the middle: it has deleted all its rows.
 	must(t, pool, `CREATE FUNCTION halt() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''50'' THEN PERFORM pg_advisory_xact_lock(4711); END IF; RETURN NEW; END';
 		CREATE TRIGGER halt BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION halt()`)
-	blocker, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	release = func() { _ = blocker.Rollback(context.WithoutCancel(ctx)) }
-	t.Cleanup(release)
-	_, err = blocker.Exec(ctx, `SELECT pg_advisory_xact_lock(4711)`)
-	require.NoError(t, err)
-	return release
-}
-
-// Property: a relay that is killed in the middle of a move has moved nothing, and the next one
-// moves all of it, once.
-func TestKilledMoveMovesNothing(t *testing.T) {
-	t.Parallel()
-	ctx, pool := t.Context(), pgtest.Pool(t)
-	r := newRelay(t, pool, relay.Config{})
-	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT now(), 'orders', n::text::bytea FROM generate_series(1, 100) n`)
-	release := halted(t, pool)
-	done := make(chan error, 1)
-	go func() { done <- r.PromoteDue(ctx) }()
-	const waiting = `FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
-	testwait.True(t, "it is in the middle of it", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) == 1 })
-	must(t, pool, `SELECT pg_terminate_backend(pid) `+waiting)
-	require.Error(t, <-done)
-	release()
-	require.Equal(t, 100, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
-	for one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`) > 0 { // the server may still be undoing the first move
-		require.NoError(t, r.PromoteDue(ctx))
+	blocker := opened(t, pool, `SELECT pg_advisory_xact_lock(4711)`)
+	count := func(of, topic string) int {
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.`+of+` WHERE topic = $1`, topic)
 	}
-	require.Equal(t, 100, one[int](t, pool, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
-	require.Equal(t, 100, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	first, other := newRelay(t, pool, relay.Config{Name: "first"}), newRelay(t, pool, relay.Config{Name: "other"})
+	for _, killed := range []bool{true, false} {
+		done := make(chan error, 1)
+		go func() { done <- first.PromoteDue(ctx) }()
+		const waiting = `FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
+		becomes(t, pool, "it is in the middle of it", `SELECT count(*) = 1 `+waiting)
+		limited, cancel := context.WithTimeout(ctx, testwait.Bound)
+		defer cancel()
+		require.NoError(t, other.PromoteDue(limited), "it does not wait")
+		require.Zero(t, count("outbox", "orders"))
+		if killed {
+			must(t, pool, `SELECT pg_terminate_backend(pid) `+waiting)
+			require.Error(t, <-done)
+			becomes(t, pool, "the server has undone it", `SELECT NOT EXISTS (SELECT `+waiting+`)`)
+			require.Zero(t, count("outbox", "orders"))
+			require.Equal(t, 1500, count("outbox_scheduled", "orders"))
+			continue
+		}
+		require.NoError(t, blocker.Rollback(ctx))
+		require.NoError(t, <-done)
+	}
+	require.Equal(t, 1500, count("outbox", "orders"))
+	require.Equal(t, 1500, one[int](t, pool, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
+	require.Equal(t, 1500, count("outbox_scheduled", "tomorrow"))
 }
 
 // Property: what is not due costs nothing: both statements go into the index at the time of now,
@@ -251,38 +194,33 @@ func TestLookForMessagesForLaterIsCheap(t *testing.T) {
 	pool := pgtest.Pool(t)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) SELECT now() + n * interval '1 hour', 'orders' FROM generate_series(1, 20000) n; ANALYZE effectonce.outbox_scheduled`)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) SELECT now() - n * interval '1 hour', 'orders' FROM generate_series(1, 3) n`)
+	conn := pgtest.Connect(t, pool.Config().ConnString())
 	for _, sql := range []string{relay.NextDueSQL, strings.NewReplacer("$1", "1000", "$2", "NULL").Replace(relay.PromoteSQL)} {
-		rows, err := pool.Query(t.Context(), "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF, BUFFERS OFF) "+sql)
-		require.NoError(t, err)
-		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		plan := strings.Join(lines, "\n")
+		plan := pgtest.Plan(t, conn, sql)
 		require.Contains(t, plan, "outbox_scheduled_due", plan)
 		require.NotContains(t, plan, "Seq Scan", plan)
 		require.NotRegexp(t, `Index Scan[^\n]*\n([^\n]*(Cond|Filter): [^\n]*\n)*[^\n]*Rows Removed by Filter`, plan)
 	}
 }
 
-// Property: messages that are due at the same time enter the outbox in the order in which they were
-// inserted, however many moves that takes and whatever their IDs and their times of creation are.
-func TestMessagesOfOneTimeKeepTheirOrder(t *testing.T) {
+// Property: the order of the outbox is the order of the times, and of one time the order in which the
+// messages were inserted, however many moves that takes and whatever their IDs and their times of creation are.
+func TestMovedInTheOrderOfTheTimes(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	const messages = 2*relay.PromoteRowsMax + 500
-	at := time.Unix(1000, 0)
 	var msgs []outbox.Message
 	for i := range messages {
-		msgs = append(msgs, outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: fmt.Append(nil, i), DeliverAt: at})
+		// A thousand of each time; the last thousand comes first.
+		at, place := time.Unix(int64(5-i/1000), 0), fmt.Append(nil, -i/1000*1000+i%1000)
+		msgs = append(msgs, outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: place, DeliverAt: at})
 	}
 	for some := range slices.Chunk(msgs, 700) {
 		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return outbox.Publish(ctx, tx, some...) }))
 	}
 	must(t, pool, `UPDATE effectonce.outbox_scheduled SET created_at = clock_timestamp() - random() * interval '1 day'`) // other clocks; and the rows move in the table
 	require.NoError(t, newRelay(t, pool, relay.Config{}).PromoteDue(ctx))
-	rows, err := pool.Query(ctx, `SELECT convert_from(payload, 'UTF8')::int FROM effectonce.outbox ORDER BY seq`)
-	require.NoError(t, err)
-	came, err := pgx.CollectRows(rows, pgx.RowTo[int])
-	require.NoError(t, err)
+	came := all[int](t, pool, `SELECT convert_from(payload, 'UTF8')::int FROM effectonce.outbox ORDER BY seq`)
 	require.Len(t, came, messages)
 	require.True(t, slices.IsSorted(came))
 }
@@ -293,25 +231,23 @@ const laterSQL = `SELECT count(*) FROM effectonce.outbox_scheduled`
 // reason.
 func TestRefusedMessageForLaterDelaysNoOthers(t *testing.T) {
 	t.Parallel()
-	for name, bad := range map[string]string{
+	each(t, map[string]string{
 		"a CHECK": `convert_to(repeat('x', 2000), 'UTF8')`, "a trigger": `convert_to('raise', 'UTF8')`,
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.Pool(t)
-			must(t, pool, `ALTER TABLE effectonce.outbox ADD CONSTRAINT small CHECK (octet_length(payload) < 1000) NOT VALID;
-				CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''raise'' THEN RAISE EXCEPTION ''no''; END IF; RETURN NEW; END';
-				CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION refuse()`)
-			must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT '2000-01-01', 'orders', CASE n WHEN 1 THEN `+bad+` WHEN 700 THEN `+bad+` ELSE 'good' END FROM generate_series(1, 2500) n`)
-			r := newRelay(t, pool, relay.Config{})
-			require.NoError(t, r.PromoteDue(t.Context()))
-			require.Equal(t, 2498, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
-			require.Equal(t, 2, one[int](t, pool, laterSQL+` WHERE refused LIKE '%(SQLSTATE %'`))
-			must(t, pool, `DROP TRIGGER refuse ON effectonce.outbox; ALTER TABLE effectonce.outbox DROP CONSTRAINT small; UPDATE effectonce.outbox_scheduled SET refused = NULL`)
-			require.NoError(t, r.PromoteDue(t.Context()))
-			require.Zero(t, one[int](t, pool, laterSQL))
-		})
-	}
+	}, func(t *testing.T, bad string) {
+		t.Helper()
+		pool := pgtest.Pool(t)
+		must(t, pool, `ALTER TABLE effectonce.outbox ADD CONSTRAINT small CHECK (octet_length(payload) < 1000) NOT VALID;
+			CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''raise'' THEN RAISE EXCEPTION ''no''; END IF; RETURN NEW; END';
+			CREATE TRIGGER refuse BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION refuse()`)
+		must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT '2000-01-01', 'orders', CASE n WHEN 1 THEN `+bad+` WHEN 700 THEN `+bad+` ELSE 'good' END FROM generate_series(1, 2500) n`)
+		r := newRelay(t, pool, relay.Config{})
+		require.NoError(t, r.PromoteDue(t.Context()))
+		require.Equal(t, 2498, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+		require.Equal(t, 2, one[int](t, pool, laterSQL+` WHERE refused LIKE '%(SQLSTATE %'`))
+		must(t, pool, `DROP TRIGGER refuse ON effectonce.outbox; ALTER TABLE effectonce.outbox DROP CONSTRAINT small; UPDATE effectonce.outbox_scheduled SET refused = NULL`)
+		require.NoError(t, r.PromoteDue(t.Context()))
+		require.Zero(t, one[int](t, pool, laterSQL))
+	})
 }
 
 // Property: a session that has locked many messages for later delays no others. When it ends, its own are
@@ -320,10 +256,7 @@ func TestLockedMessagesForLaterDelayNoOthers(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) SELECT '2000-01-01', 'locked' FROM generate_series(1, 2500)`)
-	tx, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	_, err = tx.Exec(ctx, `DELETE FROM effectonce.outbox_scheduled`)
-	require.NoError(t, err)
+	tx := opened(t, pool, `DELETE FROM effectonce.outbox_scheduled`)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) SELECT '2001-01-01', 'others' FROM generate_series(1, 1500)`)
 	r := newRelay(t, pool, relay.Config{})
 	require.NoError(t, r.PromoteDue(ctx))

@@ -1,7 +1,6 @@
 package relay_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -10,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
@@ -47,14 +45,9 @@ func insertAll(t *testing.T, pool *pgxpool.Pool, topic string, payloads []string
 			insert(t, pool, topic, "k", payload)
 			continue
 		}
-		// In a savepoint: the row's xmin is not the transaction that it names.
-		err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-			return pgx.BeginFunc(t.Context(), tx, func(tx pgx.Tx) error {
-				_, err := tx.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', convert_to($2, 'UTF8'))`, topic, payload)
-				return err
-			})
-		})
-		require.NoError(t, err)
+		tx := opened(t, pool, `SAVEPOINT s`) // the row's xmin is not the transaction that it names
+		insert(t, tx, topic, "k", payload)
+		require.NoError(t, tx.Commit(t.Context()))
 	}
 }
 
@@ -83,6 +76,24 @@ func roled(t *testing.T) (owner, member *pgxpool.Pool, prefix string) {
 	return owner, poolAt(t, pgtest.Login(t, address, prefix, "relay")), prefix
 }
 
+// published20 is a database with the group roles whose 20 rows, from "before0", are published.
+func published20(t *testing.T) (owner, member *pgxpool.Pool, topic string) {
+	t.Helper()
+	owner, member, _ = roled(t)
+	topic = kafkatest.Topic(t, 1)
+	insertAll(t, owner, topic, numbered("before", 20))
+	drain(t, newRelay(t, member, relay.Config{}))
+	return owner, member, topic
+}
+
+// inOrder requires that the sequences need no repair.
+func inOrder(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	state, err := relay.ReadSequences(t.Context(), pool, "")
+	require.NoError(t, err)
+	require.False(t, state.Behind, "%+v", state)
+}
+
 // wentBack are ways in which the sequence goes back, and whether rows of before are there still.
 var wentBack = map[string]string{
 	"restart identity": `TRUNCATE effectonce.outbox RESTART IDENTITY`,
@@ -94,15 +105,16 @@ var wentBack = map[string]string{
 }
 
 // repaired repairs the sequences as an operator does, once a relay refused to publish.
-func repaired(t *testing.T, owner *pgxpool.Pool, refuses *relay.Relay) {
+func repaired(t *testing.T, owner *pgxpool.Pool, refuses *relay.Relay) relay.Repaired {
 	t.Helper()
 	if refuses != nil {
 		_, err := refuses.Drain(t.Context())
 		require.ErrorIs(t, err, relay.ErrSequenceBehind)
 	}
-	done, err := relay.Repair(t.Context(), owner, relay.Operator{Who: "ana", Why: "test"})
+	done, err := relay.Repair(t.Context(), owner, ana)
 	require.NoError(t, err)
 	require.True(t, done.Repaired)
+	return done
 }
 
 // Property: rows that commit after the sequence went back are published after a repair, each of
@@ -142,9 +154,7 @@ func TestSequenceThatWentBack(t *testing.T) {
 				repaired(t, owner, nil)
 			}
 			requireFirsts(t, topic, append(before, after...))
-			s, err := relay.ReadSequences(t.Context(), pool, "")
-			require.NoError(t, err)
-			require.False(t, s.Behind)
+			inOrder(t, pool)
 			insertAll(t, owner, topic, []string{"last"})
 			if !c.runs {
 				require.EqualValues(t, 1, drain(t, r))
@@ -193,19 +203,17 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
 	owner, pool, prefix := roled(t)
-	topic := kafkatest.Topic(t, 1)
-	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
+	topic, r := kafkatest.Topic(t, 1), newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
 	insertAll(t, owner, topic, numbered("before", 20))
 	drain(t, r)
 	must(t, owner, wentBack["restart identity"])
 	insertAll(t, owner, topic, numbered("after", 5))
-	must(t, owner, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
+	must(t, owner, turnedSQL, 60)
 
 	_, err := r.Drain(ctx)
 	require.ErrorIs(t, err, relay.ErrSequenceBehind)
 	require.ErrorContains(t, err, `run "outbox-relay repair"`)
-	require.NoError(t, r.TidyUp(ctx))
-	require.Equal(t, 5, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_0`))
+	require.Equal(t, 5, left(t, owner, r))
 	running(t, pool, relay.Config{})
 
 	config := owner.Config()
@@ -217,7 +225,7 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	var group sync.WaitGroup
 	for range 4 {
 		group.Go(func() {
-			done, err := relay.Repair(ctx, operator, relay.Operator{Who: "ana", Why: "copy"})
+			done, err := relay.Repair(ctx, operator, ana)
 			mu.Lock()
 			defer mu.Unlock()
 			if err == nil && done.Repaired {
@@ -318,30 +326,21 @@ func TestRepairIsBounded(t *testing.T) {
 func TestRepairWaitsForWriters(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, _ := roled(t)
-	topic := kafkatest.Topic(t, 1)
+	owner, pool, topic := published20(t)
 	r := newRelay(t, pool, relay.Config{})
-	insertAll(t, owner, topic, numbered("before", 20))
-	drain(t, r)
 	must(t, owner, wentBack["restart identity"])
-	writer, err := owner.Begin(ctx)
-	require.NoError(t, err)
-	defer writer.Rollback(context.WithoutCancel(ctx))
-	_, err = writer.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'open')`, topic)
-	require.NoError(t, err)
-	_, err = r.Drain(ctx)
+	writer := opened(t, owner, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'open')`, topic)
+	_, err := r.Drain(ctx)
 	require.ErrorIs(t, err, relay.ErrSequenceBehind)
-	_, err = relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
+	_, err = relay.Repair(ctx, owner, ana)
 	require.ErrorIs(t, err, relay.ErrSequenceBusy)
 	repaired := make(chan relay.Repaired, 1)
 	go func() {
-		done, err := relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
+		done, err := relay.Repair(ctx, owner, ana)
 		assert.NoError(t, err)
 		repaired <- done
 	}()
-	testwait.True(t, "the repair waits", func() bool {
-		return one[int](t, owner, `SELECT count(*) FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`) > 0
-	})
+	becomes(t, owner, "the repair waits", `SELECT count(*) > 0 FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`)
 	require.NoError(t, writer.Commit(ctx))
 	require.EqualValues(t, 1, (<-repaired).Renumbered)
 	require.EqualValues(t, 1, drain(t, r))
@@ -353,25 +352,16 @@ func TestRepairWaitsForWriters(t *testing.T) {
 func TestRepairEndsLeases(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, _ := roled(t)
-	topic := kafkatest.Topic(t, 1)
-	insertAll(t, owner, topic, numbered("before", 20))
-	drain(t, newRelay(t, pool, relay.Config{}))
+	owner, pool, topic := published20(t)
 	held, err := newRelay(t, pool, relay.Config{}).Acquires(ctx, 0)
 	require.NoError(t, err)
 	require.True(t, held)
 	before := one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress`)
 	must(t, owner, wentBack["restart identity"])
 	insertAll(t, owner, topic, numbered("after", 3))
-	done, err := relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
-	require.NoError(t, err)
-	require.True(t, done.Repaired)
+	repaired(t, owner, nil)
 	require.Greater(t, one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress_now WHERE owner IS NULL AND lease_until IS NULL AND progress_epoch = epoch`), before)
-	require.NoError(t, pgx.BeginFunc(ctx, owner, func(tx pgx.Tx) error {
-		done, err := relay.ReadSequences(ctx, tx, "")
-		require.False(t, done.Behind)
-		return err
-	}))
+	inOrder(t, owner)
 	drain(t, newRelay(t, pool, relay.Config{}))
 	requireFirsts(t, topic, append(numbered("before", 20), numbered("after", 3)...))
 }
@@ -383,56 +373,38 @@ func TestRepairEndsLeases(t *testing.T) {
 func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 	longtest.Only(t, "relays and writers at random moments")
 	t.Parallel()
-	for name, sql := range map[string]string{
-		"restart identity":       `TRUNCATE effectonce.outbox RESTART IDENTITY`,
-		"restarted and refilled": `TRUNCATE effectonce.outbox RESTART IDENTITY`,
-		"setval":                 `SELECT setval('effectonce.outbox_slot', 1), setval('effectonce.outbox_seq_seq', 1, false)`,
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				ctx := t.Context()
-				owner, pool, _ := roled(t)
-				topic := kafkatest.Topic(t, 1)
-				cfg := relay.Config{ExactlyOnce: exactly, Lease: 2 * time.Second}
-				running(t, pool, cfg)
-				running(t, pool, cfg)
-				want := numbered("before", 50)
-				insertAll(t, owner, topic, want)
-				requireFirsts(t, topic, want)
-				after := numbered("after", 5)
-				if name == "restarted and refilled" {
-					after = numbered("after", 2000)
-				}
-				require.NoError(t, pgx.BeginFunc(ctx, owner, func(tx pgx.Tx) error {
-					if _, err := tx.Exec(ctx, sql); err != nil {
-						return err
-					}
-					_, err := tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload)
-						SELECT $1, 'k', payload FROM unnest($2::bytea[]) WITH ORDINALITY AS all_ (payload, n) ORDER BY n`, topic, payloads(after))
-					return err
-				}))
-				want = append(want, after...)
-				// There is nothing to repair where progress was not stored yet, or only in Kafka.
-				testwait.True(t, "all rows are there", func() bool {
-					_, err := relay.Repair(t.Context(), owner, relay.Operator{Who: "ana", Why: "test"})
-					require.NoError(t, err)
-					return len(distinctInOrder(values(t, topic))) >= len(want)
-				})
-				requireFirsts(t, topic, want)
-				insertAll(t, owner, topic, []string{"last"})
-				requireFirsts(t, topic, append(want, "last"))
-			})
+	type back struct {
+		how   string
+		after int // rows
+	}
+	eachBoth(t, map[string]back{
+		"restart identity": {"restart identity", 5}, "restarted and refilled": {"restart identity", 2000}, "setval": {"setval", 5},
+	}, func(t *testing.T, c back, exactly bool) {
+		t.Helper()
+		owner, pool, _ := roled(t)
+		topic := kafkatest.Topic(t, 1)
+		cfg := relay.Config{ExactlyOnce: exactly, Lease: 2 * time.Second}
+		running(t, pool, cfg)
+		running(t, pool, cfg)
+		want := numbered("before", 50)
+		insertAll(t, owner, topic, want)
+		requireFirsts(t, topic, want)
+		after := numbered("after", c.after)
+		tx := opened(t, owner, wentBack[c.how])
+		must(t, tx, `INSERT INTO effectonce.outbox (topic, key, payload)
+			SELECT $1, 'k', convert_to(payload, 'UTF8') FROM unnest($2::text[]) WITH ORDINALITY AS all_ (payload, n) ORDER BY n`, topic, after)
+		require.NoError(t, tx.Commit(t.Context()))
+		want = append(want, after...)
+		// There is nothing to repair where progress was not stored yet, or only in Kafka.
+		testwait.True(t, "all rows are there", func() bool {
+			_, err := relay.Repair(t.Context(), owner, ana)
+			require.NoError(t, err)
+			return len(distinctInOrder(values(t, topic))) >= len(want)
 		})
-	}
-}
-
-func payloads(values []string) (all [][]byte) {
-	for _, v := range values {
-		all = append(all, []byte(v))
-	}
-	return all
+		requireFirsts(t, topic, want)
+		insertAll(t, owner, topic, []string{"last"})
+		requireFirsts(t, topic, append(want, "last"))
+	})
 }
 
 // Property: the relay never takes a number as assigned before it is: rows that are assigned it
@@ -442,22 +414,9 @@ func TestSequenceIsNeverReadAhead(t *testing.T) {
 	longtest.Only(t, "a hammer of three seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	var looked atomic.Bool
-	var group errgroup.Group
 	for range 2 {
-		group.Go(func() error {
-			for !looked.Load() {
-				if _, err := pool.Exec(t.Context(), `SELECT count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
+		defer keepsWriting(t, pool, `SELECT $1::text, $2::bytea, count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`, "")()
 	}
-	defer func() {
-		looked.Store(true)
-		require.NoError(t, group.Wait())
-	}()
 	begun := time.Now()
 	for looks := 0; looks < 500 || time.Since(begun) < 3*time.Second; looks++ {
 		var read, given int64
@@ -472,44 +431,37 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 	longtest.Only(t, "a hammer of three seconds")
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, _ := roled(t)
-	topic := kafkatest.Topic(t, 1)
-	insertAll(t, owner, topic, numbered("before", 5))
-	drain(t, newRelay(t, pool, relay.Config{}))
+	owner, pool, topic := published20(t)
 	must(t, owner, wentBack["logical copy"])
 	insertAll(t, owner, topic, numbered("after", 3))
 	must(t, owner, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END';
 		CREATE TRIGGER slow BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION slow()`)
 	var looking errgroup.Group
-	var repaired atomic.Bool
+	var over atomic.Bool
 	looking.Go(func() error {
-		for !repaired.Load() {
+		for !over.Load() {
 			if _, err := relay.ReadSequences(ctx, pool, ""); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
-	done, err := relay.Repair(ctx, owner, relay.Operator{Who: "ana", Why: "test"})
-	repaired.Store(true)
-	require.NoError(t, err)
+	done := repaired(t, owner, nil)
+	over.Store(true)
 	require.EqualValues(t, 3, done.Renumbered)
 	require.Greater(t, done.TickAfter, done.TickBefore, "the test's own premise")
 	require.NoError(t, looking.Wait())
 	must(t, owner, `DROP TRIGGER slow ON effectonce.outbox`)
 	drain(t, newRelay(t, pool, relay.Config{}))
-	requireFirsts(t, topic, append(numbered("before", 5), numbered("after", 3)...))
+	requireFirsts(t, topic, append(numbered("before", 20), numbered("after", 3)...))
 }
 
 // Property: rows of another cluster that a relay stamps, as it begins, are no numbers that were
 // given twice to a relay that is ahead of them: nothing is repaired, nor published again.
 func TestStampedRowsAreNotReused(t *testing.T) {
 	t.Parallel()
-	owner, _, _ := roled(t)
-	topic := kafkatest.Topic(t, 1)
-	ahead := newRelay(t, owner, relay.Config{Name: "ahead"})
-	insertAll(t, owner, topic, numbered("before", 20))
-	drain(t, ahead)
+	owner, _, topic := published20(t)
+	ahead := newRelay(t, owner, relay.Config{})
 	insertAll(t, owner, topic, []string{"floor"})
 	drain(t, ahead)
 	must(t, owner, `UPDATE effectonce.outbox SET txid = (1000000000 + seq)::text::xid8; UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`)
@@ -518,9 +470,7 @@ func TestStampedRowsAreNotReused(t *testing.T) {
 	drain(t, ahead)
 	published := kafkatest.Count(t, topic)
 	require.EqualValues(t, 26, drain(t, newRelay(t, owner, relay.Config{Name: "begins"})))
-	state, err := relay.ReadSequences(t.Context(), owner, "")
-	require.NoError(t, err)
-	require.False(t, state.Behind, "%+v", state)
+	inOrder(t, owner)
 	require.Zero(t, drain(t, ahead))
 	require.Equal(t, published+26, kafkatest.Count(t, topic))
 }
@@ -529,15 +479,10 @@ func TestStampedRowsAreNotReused(t *testing.T) {
 func TestSequenceThatIsSetForward(t *testing.T) {
 	t.Parallel()
 	for _, sql := range []string{`ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH 1000`, `SELECT setval('effectonce.outbox_seq_seq', 1000, false)`} {
-		owner, pool, _ := roled(t)
-		topic := kafkatest.Topic(t, 1)
-		insertAll(t, owner, topic, numbered("before", 3))
+		owner, pool, topic := published20(t)
 		r := newRelay(t, pool, relay.Config{})
-		drain(t, r)
 		must(t, owner, sql)
-		state, err := relay.ReadSequences(t.Context(), pool, "")
-		require.NoError(t, err)
-		require.False(t, state.Behind)
+		inOrder(t, pool)
 		require.Zero(t, drain(t, r))
 		insertAll(t, owner, topic, []string{"after"})
 		require.EqualValues(t, 1, drain(t, r))
@@ -553,11 +498,7 @@ func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 	ctx := t.Context()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	insertAll(t, pool, topic, []string{"before"})
-	tx, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
-	_, err = tx.Exec(ctx, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
-	require.NoError(t, err)
+	tx := opened(t, pool, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
 	running(t, pool, relay.Config{})
 	var group errgroup.Group
 	for _, sql := range []string{relay.FetchSQL, relay.FetchNewSQL, relay.FetchSizedSQL, fmt.Sprintf(relay.UnpublishedSQL, 0)} { // the relay itself waits in an earlier statement
@@ -577,8 +518,7 @@ func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM pg_locks l WHERE l.granted AND l.database `+here+` AND l.pid IN (SELECT w.pid `+waiting+`)
 		AND l.relation IN (SELECT oid FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace AND relname IN ('outbox_seq_seq', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3'))`))
 	for _, sql := range []string{`TRUNCATE effectonce.outbox RESTART IDENTITY`, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('` + topic + `', 'k', 'after')`} {
-		_, err = tx.Exec(ctx, sql)
-		require.NoError(t, err)
+		must(t, tx, sql)
 	}
 	require.NoError(t, tx.Commit(ctx))
 	require.NoError(t, group.Wait())

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -12,8 +13,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
@@ -39,11 +42,7 @@ func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
 		}
 		var open pgx.Tx
 		begin := func(key string) {
-			var err error
-			open, err = pool.Begin(t.Context())
-			require.NoError(t, err)
-			_, err = open.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', $1, $1)`, []byte(key))
-			require.NoError(t, err)
+			open = opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', $1, $1)`, []byte(key))
 			want[key] = append(want[key], key)
 		}
 		published := func() {
@@ -53,7 +52,7 @@ func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
 		}
 		change := func(from, to int16) {
 			t.Helper()
-			before, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, to)
+			before, err := relay.SetShards(t.Context(), pool, ana, to)
 			require.NoError(t, err)
 			require.Equal(t, from, before)
 			require.Equal(t, []int16{to, to}, one[[]int16](t, pool, `SELECT ARRAY[count(*)::int2, max(shards)] FROM effectonce.outbox_progress_now`))
@@ -99,11 +98,8 @@ func TestNumberOfShardsChangesBetweenRuns(t *testing.T) {
 func TestShardsOfARunningRelayAreRefused(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
-	ana := relay.Operator{Who: "ana", Why: "test"}
 	stop := running(t, pool, relay.Config{Owner: "first", Shards: 2})
-	testwait.True(t, "the shards are taken", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 2
-	})
+	becomes(t, pool, "the shards are taken", `SELECT count(*) = 2 FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`)
 	_, err := relay.SetShards(ctx, pool, ana, 3)
 	require.ErrorIs(t, err, relay.ErrRelayRuns)
 	require.ErrorContains(t, err, "stop the relays first (first)")
@@ -131,45 +127,41 @@ func TestShardsOfARunningRelayAreRefused(t *testing.T) {
 // guarantees.md.
 func TestHolderOfBeforeTheChangeStoresNothing(t *testing.T) {
 	t.Parallel()
-	for _, statement := range []string{"-- relay.advance", "-- relay.move_to_dead"} {
-		t.Run(statement, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-				var once sync.Once
-				var epoch atomic.Int64
-				change := func(ctx context.Context) {
-					once.Do(func() {
-						meddle(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 second'; UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp()`)(ctx)
-						_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
-						if err != nil {
-							t.Error(err)
-						}
-						var begun int64
-						if err := pool.QueryRow(ctx, `SELECT max(epoch) FROM effectonce.outbox_progress`).Scan(&begun); err != nil {
-							t.Error(err)
-						}
-						epoch.Store(begun)
-					})
+	statements := map[string]string{"progress": "-- relay.advance", "dead rows": "-- relay.move_to_dead"}
+	eachBoth(t, statements, func(t *testing.T, statement string, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		var once sync.Once
+		var epoch atomic.Int64
+		change := func(ctx context.Context) {
+			once.Do(func() {
+				meddle(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 second'; UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp()`)(ctx)
+				_, err := relay.SetShards(ctx, pool, ana, 3)
+				if err != nil {
+					t.Error(err)
 				}
-				for i := range 20 {
-					insert(t, pool, "orders", fmt.Sprint("k", i%5), fmt.Sprint(i))
+				var begun int64
+				if err := pool.QueryRow(ctx, `SELECT max(epoch) FROM effectonce.outbox_progress`).Scan(&begun); err != nil {
+					t.Error(err)
 				}
-				insert(t, pool, "missing", "k", "dead")
-				runAt(t, traced(t, pool, &between{statement, change}), fake, relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
-				testwait.True(t, "all is published", func() bool {
-					return len(distinctInOrder(valuesAt(t, fake, "orders"))) == 20 && dead(t, pool) == 1 &&
-						one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 3
-				})
-				require.Greater(t, one[int64](t, pool, `SELECT min(epoch) FROM effectonce.outbox_progress_now`), epoch.Load()-1)
-				require.Zero(t, one[int](t, pool, fmt.Sprint(`SELECT count(*) FROM effectonce.outbox_advances WHERE epoch BETWEEN 0 AND `, epoch.Load()-1)), "chains of before")
-				for k := range 5 {
-					require.Equal(t, []string{fmt.Sprint(k), fmt.Sprint(k + 5), fmt.Sprint(k + 10), fmt.Sprint(k + 15)}, distinctInOrder(keyedAt(t, fake, "orders", fmt.Sprint("k", k))))
-				}
+				epoch.Store(begun)
 			})
+		}
+		for i := range 20 {
+			insert(t, pool, "orders", fmt.Sprint("k", i%5), fmt.Sprint(i))
+		}
+		insert(t, pool, "missing", "k", "dead")
+		runAt(t, traced(t, pool, before(statement, change)), fake, relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
+		testwait.True(t, "all is published", func() bool {
+			return len(distinctInOrder(valuesAt(t, fake, "orders"))) == 20 && dead(t, pool) == 1 &&
+				one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 3
 		})
-	}
+		require.Greater(t, one[int64](t, pool, `SELECT min(epoch) FROM effectonce.outbox_progress_now`), epoch.Load()-1)
+		require.Zero(t, one[int](t, pool, fmt.Sprint(`SELECT count(*) FROM effectonce.outbox_advances WHERE epoch BETWEEN 0 AND `, epoch.Load()-1)), "chains of before")
+		for k := range 5 {
+			require.Equal(t, []string{fmt.Sprint(k), fmt.Sprint(k + 5), fmt.Sprint(k + 10), fmt.Sprint(k + 15)}, distinctInOrder(keyedAt(t, fake, "orders", fmt.Sprint("k", k))))
+		}
+	})
 }
 
 // Property: new shards begin with the lowest floor and without a tick, with a later epoch than any of
@@ -184,7 +176,7 @@ func TestNewShardsBeginAtTheLowestFloor(t *testing.T) {
 			('default', 0, 3, 7, 1, 3, 8, 5, 100), ('default', 1, 2, 107, 2, 3, 9, 6, 10), ('default', 2, 9, 7, 3, NULL, 0, 4, 1)`)
 	change := func(shards int16, want []int64) {
 		t.Helper()
-		_, err := relay.SetShards(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, shards)
+		_, err := relay.SetShards(t.Context(), pool, ana, shards)
 		require.NoError(t, err)
 		require.Equal(t, want, one[[]int64](t, pool, `SELECT ARRAY[tick, coalesce(next_tick, -1), seq, floor, epoch, published] FROM effectonce.outbox_progress_now WHERE shard = 0`))
 	}
@@ -204,7 +196,7 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 	drain(t, newRelay(t, pool, relay.Config{Shards: 3}))
 	other := newRelay(t, pool, relay.Config{Owner: "other", Lease: 30 * time.Second})
 	taken, asked := make(chan bool, 1), make(chan error, 1)
-	changing := traced(t, pool, &between{"-- relay.drop_shards", func(ctx context.Context) {
+	changing := traced(t, pool, before("-- relay.drop_shards", func(ctx context.Context) {
 		go func() {
 			took, err := other.Acquires(context.WithoutCancel(ctx), 2)
 			taken <- took
@@ -218,8 +210,8 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 				return
 			}
 		}
-	}})
-	_, err := relay.SetShards(ctx, changing, relay.Operator{Who: "ana", Why: "test"}, 1)
+	}))
+	_, err := relay.SetShards(ctx, changing, ana, 1)
 	require.NoError(t, err)
 	require.NoError(t, testwait.Chan(t, "the other one is refused", asked))
 	require.False(t, <-taken)
@@ -235,20 +227,12 @@ func TestReplicasShareShards(t *testing.T) {
 	replica := func(owner string) (stop func()) {
 		return running(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease})
 	}
-	share := func(want string) {
-		t.Helper()
-		testwait.True(t, want, func() bool {
-			shares := one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || n, ', ' ORDER BY owner), '')
-				FROM (SELECT owner, count(*) AS n FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL GROUP BY owner) s`)
-			return shares == want
-		})
-	}
 	first := replica("a")
-	share("a 4")
+	shares(t, pool, "a 4")
 	second, third := replica("b"), replica("c")
-	share("a 2, b 1, c 1")
+	shares(t, pool, "a 2, b 1, c 1")
 	first()
-	share("b 2, c 2")
+	shares(t, pool, "b 2, c 2")
 	for i := range 40 {
 		insert(t, pool, topic, fmt.Sprint("k", i%8), fmt.Sprint(i))
 	}
@@ -285,13 +269,12 @@ func TestWakeEndsThePause(t *testing.T) {
 // Property: a relay that an operator deleted while a replica stood by makes itself known again.
 func TestDeletedRelayComesBack(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	running(t, pool, relay.Config{})
 	insert(t, pool, topic, "k", "first")
 	testwait.True(t, `kafkatest.Count(t, topic) == 1`, func() bool { return kafkatest.Count(t, topic) == 1 })
-	_, err := pool.Exec(ctx, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
-	require.NoError(t, err)
-	testwait.True(t, `one[int](t, pool, 'SELECT count(*) FROM effectonce.outbox_relays') == 1`, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 })
+	must(t, pool, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
+	becomes(t, pool, `one[int](t, pool, 'SELECT count(*) FROM effectonce.outbox_relays') == 1`, `SELECT count(*) = 1 FROM effectonce.outbox_relays`)
 	insert(t, pool, topic, "k", "second")
 	testwait.True(t, `kafkatest.Count(t, topic) >= 2`, func() bool { return kafkatest.Count(t, topic) >= 2 })
 }
@@ -323,33 +306,21 @@ func (b *lockedBuffer) String() string {
 	return b.Buffer.String()
 }
 
-// Property: a relay on an old primary ends with that error.
-func TestRelayOfAnOldPrimaryEndsWithItsError(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	drain(t, newRelay(t, pool, relay.Config{}))
-	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1, lease_until = NULL`)
-	r, ended := newRelay(t, pool, relay.Config{}), make(chan error, 1)
-	go func() { ended <- r.Run(t.Context()) }()
-	require.ErrorIs(t, testwait.Chan(t, "the relay refuses", ended), relay.ErrOldPrimary)
-}
-
 // Property: a relay that is woken while it reads the outbox looks again at once: what it reads may
 // have been there before.
 func TestWakeDuringALookIsNotLost(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	tracer := newStalled(func() {})
-	tracer.fetch.Store(true)
-	r := newRelay(t, traced(t, pool, tracer), relay.Config{Lease: 10 * time.Minute})
+	page := newKeptBack(func() {})
+	page.next.Store(true)
+	r := newRelay(t, traced(t, pool, page), relay.Config{Lease: 10 * time.Minute})
 	relay.PollEvery(r, time.Hour)
-	stop := starts(t, r)
-	<-tracer.waits // it has read nothing
+	starts(t, r)
+	<-page.waits // it has read nothing
 	insert(t, pool, topic, "k", "1")
 	r.Wake()
-	close(tracer.release)
+	close(page.release)
 	testwait.True(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
-	stop()
 }
 
 // Property: a replica that is stopped at any moment, also while it takes a lease, leaves none behind.
@@ -364,4 +335,138 @@ func TestStoppedReplicaHoldsNothing(t *testing.T) {
 		require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress WHERE lease_until IS NOT NULL`), round)
 		require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_replicas`))
 	}
+}
+
+// leases is what a relay says about its only shard.
+type leases struct{ held, lost atomic.Int64 }
+
+func (l *leases) hooks() relay.Hooks {
+	return relay.Hooks{Lease: func(_ int16, held bool) {
+		if held {
+			l.held.Add(1)
+		} else {
+			l.lost.Add(1)
+		}
+	}}
+}
+
+// takenSQL is what another replica does that takes the shard: a new epoch, and with it the next row
+// of the chain.
+const takenSQL = `
+WITH taken AS (
+  UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour' WHERE shard >= 0 RETURNING relay, shard, epoch)
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq, floor, published)
+SELECT t.relay, t.shard, w.advance + 1, w.progress_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
+FROM taken t JOIN effectonce.outbox_progress_now w USING (relay, shard)`
+
+// Property: only one replica publishes at a time. One whose shard another one took, which it can learn only
+// from the epoch, gives up long before its own lease would have ended, leaves the other's lease as it is,
+// and stores and counts nothing more. A lease that is over, or given back, is free. Row O13 of guarantees.md.
+func TestLeaseMovesAndFences(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		either(t, "without rows", "with rows", func(t *testing.T, rows bool) {
+			t.Helper()
+			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+			var l leases
+			var counted atomic.Int64
+			hooks := l.hooks()
+			hooks.Published = func(n int64) { counted.Add(n) }
+			stop := running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: 10 * time.Minute, Hooks: hooks})
+			testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+			second, want := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "second"}), []string{"first"}
+			_, err := second.Drain(t.Context())
+			require.ErrorIs(t, err, relay.ErrLeaseHeld)
+			insert(t, pool, topic, "k", "first")
+			testwait.True(t, "a row is published", func() bool { return counted.Load() == 1 })
+
+			must(t, pool, takenSQL)
+			const untilSQL = `SELECT lease_until FROM effectonce.outbox_progress_now`
+			until := one[time.Time](t, pool, untilSQL)
+			if rows {
+				want = append(want, "second")
+				insert(t, pool, topic, "k", "second")
+			}
+			testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+			stop()
+			require.EqualValues(t, 1, counted.Load())
+			require.Equal(t, 1, published(t, pool), "progress of an earlier epoch")
+			require.True(t, until.Equal(one[time.Time](t, pool, untilSQL)))
+			require.Equal(t, "another", owner(t, pool), "a lost lease must not be given back")
+
+			must(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp()`)
+			drain(t, second)
+			require.Equal(t, want, distinctInOrder(values(t, topic)))
+			require.Empty(t, owner(t, pool), "Drain gives the lease back")
+		})
+	})
+}
+
+// keptBack is a tracer that keeps a page back.
+type keptBack struct {
+	tracer
+	next    atomic.Bool   // the next page is read, and then waits until release is closed
+	waits   chan struct{} // closed when it does
+	release chan struct{}
+	cut     atomic.Bool // leases cannot be renewed
+}
+
+// newKeptBack returns one that runs something right before it reads that page.
+func newKeptBack(before func()) *keptBack {
+	var reads atomic.Bool
+	k := &keptBack{waits: make(chan struct{}), release: make(chan struct{})}
+	beats := breaking("-- relay.beat", &k.cut)
+	k.start = func(ctx context.Context, sql string) context.Context {
+		if strings.HasPrefix(sql, "-- relay.fetch\n") && k.next.CompareAndSwap(true, false) {
+			before()
+			reads.Store(true)
+		}
+		return beats.start(ctx, sql)
+	}
+	k.batchEnd = func() {
+		if reads.CompareAndSwap(true, false) {
+			close(k.waits)
+			<-k.release
+		}
+	}
+	return k
+}
+
+// handed counts records that the relay gave to its client.
+type handed struct{ atomic.Int64 }
+
+func (h *handed) OnProduceRecordBuffered(*kgo.Record) { h.Add(1) }
+
+// Property: a page that arrives when the lease is over, because it could not be renewed, is not
+// handed to Kafka, and the shard is given up. Row O13 of guarantees.md.
+func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
+	longtest.Only(t, "a lease of real seconds")
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	page, records := newKeptBack(func() { insert(t, pool, topic, "k", "after") }), &handed{}
+	var l leases
+	starts(t, newRelay(t, traced(t, pool, page), relay.Config{Lease: 2 * time.Second, Hooks: l.hooks()}, kgo.WithHooks(records)))
+	insert(t, pool, topic, "k", "before")
+	testwait.True(t, "a row is handed over", func() bool { return records.Load() == 1 })
+	page.next.Store(true)
+	<-page.waits
+	page.cut.Store(true)
+	becomes(t, pool, "the lease is over", `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress_now`)
+	close(page.release)
+	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+	require.EqualValues(t, 1, records.Load())
+}
+
+// Property: a replica that cannot renew its lease gives the shard up when it is over, also while it
+// has nothing to do. Row O13 of guarantees.md.
+func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	var cut atomic.Bool
+	var l leases
+	running(t, traced(t, pool, breaking("-- relay.beat", &cut)), relay.Config{Lease: time.Second, Hooks: l.hooks()})
+	testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+	cut.Store(true)
+	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 }

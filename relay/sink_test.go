@@ -13,9 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
@@ -61,12 +59,35 @@ func (s *receiver) all() []string {
 	return slices.Clone(s.received)
 }
 
+// rowByRow is an answer that takes rows up to the first one with an error.
+func rowByRow(refusal func(payload string) error) func(context.Context, []relay.Message) (int, error) {
+	return func(_ context.Context, messages []relay.Message) (int, error) {
+		for i, m := range messages {
+			if err := refusal(string(m.Payload)); err != nil {
+				return i, err
+			}
+		}
+		return len(messages), nil
+	}
+}
+
 func newSinkRelay(t *testing.T, pool *pgxpool.Pool, sink relay.Sink, cfg relay.Config) *relay.Relay {
 	t.Helper()
 	cfg.Sink = sink
 	r, err := relay.New(pool, nil, cfg)
 	require.NoError(t, err)
 	return r
+}
+
+// drainAtLast starts relays until one drains the outbox.
+func drainAtLast(t *testing.T, pool *pgxpool.Pool, sink relay.Sink, cfg relay.Config) {
+	t.Helper()
+	for range 1000 {
+		if _, err := newSinkRelay(t, pool, sink, cfg).Drain(t.Context()); err == nil {
+			return
+		}
+	}
+	require.Fail(t, "it does not come to an end")
 }
 
 // Property: a sink is handed each row as Kafka would have it, in order and once while nothing
@@ -101,11 +122,7 @@ func TestSinkIsHandedTheRows(t *testing.T) {
 	require.Nil(t, second.Payload)
 
 	sink.received = nil
-	var want []string
-	for i := range 50 {
-		want = append(want, fmt.Sprint(i))
-		insert(t, pool, "a", fmt.Sprint("k", i%3), fmt.Sprint(i))
-	}
+	want := insertNumbered(t, pool, "a", 3, 50)
 	require.EqualValues(t, 50, drain(t, r))
 	require.Equal(t, want, sink.all())
 	require.Zero(t, drain(t, r))
@@ -116,7 +133,7 @@ func TestSinkIsHandedTheRows(t *testing.T) {
 // everything once.
 func TestSinkGoesOnBehindWhatWasAccepted(t *testing.T) {
 	t.Parallel()
-	ctx, pool := t.Context(), pgtest.Pool(t)
+	pool := pgtest.Pool(t)
 	random := rand.New(rand.NewPCG(5, 8))
 	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
 		if n := random.IntN(len(messages) + 1); n < len(messages) {
@@ -124,16 +141,8 @@ func TestSinkGoesOnBehindWhatWasAccepted(t *testing.T) {
 		}
 		return len(messages), nil
 	}}
-	var want []string
-	for i := range 60 {
-		want = append(want, fmt.Sprint(i))
-		insert(t, pool, "a", fmt.Sprint("k", i%3), fmt.Sprint(i))
-	}
-	for range 1000 {
-		if _, err := newSinkRelay(t, pool, sink, relay.Config{PageRowsMax: 20}).Drain(ctx); err == nil {
-			break
-		}
-	}
+	want := insertNumbered(t, pool, "a", 3, 60)
+	drainAtLast(t, pool, sink, relay.Config{PageRowsMax: 20})
 	require.Equal(t, want, sink.all())
 }
 
@@ -142,17 +151,15 @@ func TestSinkGoesOnBehindWhatWasAccepted(t *testing.T) {
 // of guarantees.md.
 func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	t.Parallel()
-	ctx, pool := t.Context(), pgtest.Pool(t)
+	pool := pgtest.Pool(t)
 	refuses := true
-	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-		for i, m := range messages {
-			if refuses && string(m.Payload) == "bad" {
-				// More than a column takes, and what no column takes.
-				return i, fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject: \x00\xff"+strings.Repeat("あ", 2000))))
-			}
+	sink := &receiver{answer: rowByRow(func(payload string) error {
+		if refuses && payload == "bad" {
+			// More than a column takes, and what no column takes.
+			return fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject: \x00\xff"+strings.Repeat("あ", 2000))))
 		}
-		return len(messages), nil
-	}}
+		return nil
+	})}
 	r := newSinkRelay(t, pool, sink, relay.Config{})
 	for _, row := range [][2]string{{"k", "1"}, {"k", "bad"}, {"other", "2"}, {"k", "3"}} {
 		insert(t, pool, "a", row[0], row[1])
@@ -163,24 +170,18 @@ func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	insert(t, pool, "a", "other", "5")
 	require.EqualValues(t, 1, drain(t, r))
 
-	rows, err := pool.Query(ctx, `SELECT convert_from(payload, 'UTF8') || ' ' || reason FROM effectonce.outbox_dead ORDER BY seq`)
-	require.NoError(t, err)
-	dead, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	dead := all[string](t, pool, `SELECT convert_from(payload, 'UTF8') || ' ' || reason FROM effectonce.outbox_dead ORDER BY seq`)
 	require.Equal(t, []string{"bad refused", "3 behind", "4 behind"}, dead)
-	var text string
-	require.NoError(t, pool.QueryRow(ctx, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'refused'`).Scan(&text))
+	text := one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'refused'`)
 	require.Contains(t, text, "no such subject")
 
 	// Refused once more: it is held again, and nothing behind it moves.
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
-	require.NoError(t, err)
+	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
 	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
 	require.Equal(t, []string{"1", "2", "5"}, sink.all())
 
 	refuses = false
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
-	require.NoError(t, err)
+	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
 	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
 	require.Equal(t, []string{"1", "2", "5", "bad", "3", "4"}, sink.all())
 }
@@ -202,20 +203,12 @@ func TestSinkTakesRetriedRowsAsOthers(t *testing.T) {
 		}
 		return len(messages), nil
 	}}
-	var want []string
-	for i := range 5 {
-		want = append(want, fmt.Sprint(i))
-		insert(t, pool, "a", fmt.Sprint("k", i), fmt.Sprint(i))
-	}
+	want := insertNumbered(t, pool, "a", 5, 5)
 	cfg := relay.Config{PageRowsMax: 2}
 	drain(t, newSinkRelay(t, pool, sink, cfg))
 	refuses = false
 	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
-	for range 20 {
-		if _, err := newSinkRelay(t, pool, sink, cfg).Drain(t.Context()); err == nil {
-			break
-		}
-	}
+	drainAtLast(t, pool, sink, cfg)
 	require.Equal(t, want, sink.all())
 	require.Zero(t, dead(t, pool))
 }
@@ -226,18 +219,16 @@ func TestSinkTroubleBehindARefusalLosesNothing(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	trouble := true
-	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-		for i, m := range messages {
-			switch {
-			case string(m.Payload) == "bad":
-				return i, relay.Refuse(errors.New("no such subject"))
-			case trouble && string(m.Payload) == "3":
-				trouble = false
-				return i, errors.New("receiver is away")
-			}
+	sink := &receiver{answer: rowByRow(func(payload string) error {
+		switch {
+		case payload == "bad":
+			return relay.Refuse(errors.New("no such subject"))
+		case trouble && payload == "3":
+			trouble = false
+			return errors.New("receiver is away")
 		}
-		return len(messages), nil
-	}}
+		return nil
+	})}
 	for _, row := range []string{"1", "bad", "2", "3"} {
 		insert(t, pool, "a", row, row)
 	}
@@ -245,8 +236,7 @@ func TestSinkTroubleBehindARefusalLosesNothing(t *testing.T) {
 	require.ErrorContains(t, err, "receiver is away")
 	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
 	require.Subset(t, sink.all(), []string{"1", "2", "3"})
-	var dead string
-	require.NoError(t, pool.QueryRow(ctx, `SELECT convert_from(payload, 'UTF8') FROM effectonce.outbox_dead`).Scan(&dead))
+	dead := one[string](t, pool, `SELECT convert_from(payload, 'UTF8') FROM effectonce.outbox_dead`)
 	require.Equal(t, "bad", dead)
 }
 
@@ -270,13 +260,9 @@ func TestSinkThatHangsIsEnded(t *testing.T) {
 	require.ErrorContains(t, err, "hand rows to the sink", "whether its time or the lease was over first")
 
 	<-hung
-	running, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	r := newSinkRelay(t, pool, sink, relay.Config{Lease: 10 * time.Minute, DrainMax: time.Millisecond})
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, newSinkRelay(t, pool, sink, relay.Config{Lease: 10 * time.Minute, DrainMax: time.Millisecond}))
 	<-hung
-	stop()
-	require.NoError(t, testwait.Chan(t, "the relay stops before the lease is over", done))
+	stop() // before the lease is over
 	hang = false
 	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, sink, relay.Config{})))
 }
@@ -293,14 +279,6 @@ func TestSinkThatMiscountsIsNotBelieved(t *testing.T) {
 		require.ErrorContains(t, err, fmt.Sprintf("accepted %d of 1 messages", n))
 	}
 	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, &receiver{}, relay.Config{})))
-}
-
-// Property: settings that contradict each other are refused, all at once.
-func TestSinkWithKafkaIsRefused(t *testing.T) {
-	t.Parallel()
-	_, err := relay.New(pgtest.Pool(t), []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, relay.Config{Sink: &receiver{}, ExactlyOnce: true})
-	require.ErrorContains(t, err, "ExactlyOnce with a Sink")
-	require.ErrorContains(t, err, "kafka options with a Sink")
 }
 
 // Property: replicas that share shards hand a sink each key's rows in order, whatever fails:
@@ -337,18 +315,15 @@ func TestSinkOfSeveralShards(t *testing.T) {
 		want[key] = append(want[key], fmt.Sprint(i))
 		insert(t, pool, "a", key, fmt.Sprint(i))
 	}
-	running, stop := context.WithCancel(t.Context())
-	var group sync.WaitGroup
 	for range 2 {
-		r := newSinkRelay(t, pool, sink, relay.Config{Shards: 4, Lease: time.Second, PageRowsMax: 20})
-		group.Go(func() { assert.NoError(t, r.Run(running)) })
+		starts(t, newSinkRelay(t, pool, sink, relay.Config{Shards: 4, Lease: time.Second, PageRowsMax: 20}))
 	}
 	testwait.True(t, "all are handed over", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return len(seen) == 200
 	})
-	stop()
-	group.Wait()
+	mu.Lock()
+	defer mu.Unlock()
 	require.Equal(t, want, firsts)
 }

@@ -5,11 +5,11 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -20,10 +20,15 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-func one[T any](t *testing.T, pool *pgxpool.Pool, sql string) (v T) {
+// turnedSQL lets the first slot have been turned away from $1 minutes ago.
+const turnedSQL = `WITH turned AS (UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - $1 * interval '1 minute' WHERE slot = 0)
+	SELECT setval('effectonce.outbox_slot', 1)`
+
+// left lets a relay tidy up, and returns how many rows the first slot has then.
+func left(t *testing.T, pool *pgxpool.Pool, r *relay.Relay) int {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql).Scan(&v))
-	return v
+	require.NoError(t, r.TidyUp(t.Context()))
+	return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`)
 }
 
 // Property: published rows leave by TRUNCATE of their slot, without a single deleted or updated
@@ -33,10 +38,7 @@ func TestSlotsTakeTurns(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	running(t, pool, relay.Config{Keep: 200 * time.Millisecond, Lease: time.Second}) // it tidies up as often as it renews its lease
-	late, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	_, err = late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'late', 'late')`, topic)
-	require.NoError(t, err)
+	late := opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'late', 'late')`, topic)
 	truncated := `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot > 0`
 	n := 0
 	for ; one[int](t, pool, truncated) < 3; n++ {
@@ -45,28 +47,12 @@ func TestSlotsTakeTurns(t *testing.T) {
 	}
 	require.Equal(t, 0, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot = 0`))
 	require.NoError(t, late.Commit(ctx))
-	testwait.True(t, "the slot takes its turn, too", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) == 4 && one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) == 0
-	})
-	var first []string // occurrences: a lease that was lost on a busy machine has rows published twice
-	testwait.True(t, "all rows are there", func() bool {
-		first = nil
-		seen := map[string]bool{}
-		for _, v := range values(t, topic) {
-			if !seen[v] {
-				first = append(first, v)
-			}
-			seen[v] = true
-		}
-		return len(first) == n+1
-	})
-	i := 0
-	for _, v := range first {
-		if v != "late" {
-			require.Equal(t, fmt.Sprint(i), v)
-			i++
-		}
-	}
+	becomes(t, pool, "the slot takes its turn, too", `SELECT count(*) = 4 FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`)
+	becomes(t, pool, "its rows are gone", `SELECT count(*) = 0 FROM effectonce.outbox_0`)
+	// First occurrences: a lease that was lost on a busy machine has rows published twice.
+	firsts := func(key string) []string { return distinctInOrder(keyed(t, topic, key)) }
+	testwait.True(t, "all rows are there", func() bool { return len(firsts("k")) == n && len(firsts("late")) == 1 })
+	require.Equal(t, numbered("", n), firsts("k"))
 	require.Zero(t, one[int](t, pool, `SELECT coalesce(sum(n_tup_upd + n_tup_del), 0) FROM pg_stat_user_tables WHERE relname ~ '^outbox_[0-9]$'`))
 }
 
@@ -75,34 +61,24 @@ func TestSlotsTakeTurns(t *testing.T) {
 // published.
 func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	slow := newRelay(t, pool, relay.Config{Name: "slow"})
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	slow, fast := newRelay(t, pool, relay.Config{Name: "slow"}), newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
 	drain(t, slow)
-	for i := range 20 {
-		insert(t, pool, topic, fmt.Sprint("k", i), "v")
-	}
-	fast := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
+	insertNumbered(t, pool, topic, 20, 20)
 	drain(t, fast)
-	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
-	require.NoError(t, err)
-	left := func() int {
-		require.NoError(t, fast.TidyUp(ctx))
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) //nolint:contextcheck // the test's
-	}
-	require.Equal(t, 20, left(), "slow has published nothing")
+	must(t, pool, turnedSQL, 60)
+	require.Equal(t, 20, left(t, pool, fast), "slow has published nothing")
 	drain(t, slow)
 	for undo, change := range map[string]string{
 		`UPDATE effectonce.outbox_relays SET shards = 1 WHERE relay = 'slow'`:             `UPDATE effectonce.outbox_relays SET shards = 2 WHERE relay = 'slow'`,
 		`UPDATE effectonce.outbox_advances SET tick = -tick WHERE relay = 'slow'`:         `UPDATE effectonce.outbox_advances SET tick = -tick WHERE relay = 'slow'`,
 		`UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`: `UPDATE effectonce.outbox_progress SET system_identifier = system_identifier + 1`,
 	} {
-		_, err := pool.Exec(ctx, change)
-		require.NoError(t, err)
-		require.Equal(t, 20, left(), change)
-		_, err = pool.Exec(ctx, undo)
-		require.NoError(t, err)
+		must(t, pool, change)
+		require.Equal(t, 20, left(t, pool, fast), change)
+		must(t, pool, undo)
 	}
-	require.Zero(t, left())
+	require.Zero(t, left(t, pool, fast))
 	require.Equal(t, 40, kafkatest.Count(t, topic))
 }
 
@@ -110,21 +86,15 @@ func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 // not reached, do not keep their slot: they are below the floor. Row O22 of guarantees.md.
 func TestRowsOfAnotherClusterLeave(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	for range 20 {
-		insert(t, pool, topic, "k", "v")
-	}
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	insertNumbered(t, pool, topic, 1, 20)
 	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
 	drain(t, r)
-	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '9000000000000'; UPDATE effectonce.outbox_advances SET floor = 19;
-		UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
-	require.NoError(t, err)
-	require.NoError(t, r.TidyUp(ctx))
-	require.Equal(t, 20, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "the last row is above the floor")
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_advances SET floor = 20`)
-	require.NoError(t, err)
-	require.NoError(t, r.TidyUp(ctx))
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`))
+	must(t, pool, `UPDATE effectonce.outbox SET txid = '9000000000000'; UPDATE effectonce.outbox_advances SET floor = 19`)
+	must(t, pool, turnedSQL, 60)
+	require.Equal(t, 20, left(t, pool, r), "the last row is above the floor")
+	must(t, pool, `UPDATE effectonce.outbox_advances SET floor = 20`)
+	require.Zero(t, left(t, pool, r))
 }
 
 // Property: a transaction that reads the outbox for long, as pg_dump does, keeps published rows,
@@ -134,13 +104,10 @@ func TestRowsOfAnotherClusterLeave(t *testing.T) {
 func TestDumpKeepsPublishedRows(t *testing.T) {
 	longtest.Only(t, "it counts lines of the log in real time")
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	conn, err := pgx.ConnectConfig(ctx, pool.Config().ConnConfig.Copy())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(ctx)) })
-	_, err = conn.Exec(ctx, `SET application_name = 'pg_dump'; BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY;
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	conn := pgtest.Connect(t, pool.Config().ConnString())
+	must(t, conn, `SET application_name = 'pg_dump'; BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY;
 		LOCK TABLE effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3 IN ACCESS SHARE MODE`)
-	require.NoError(t, err)
 
 	var log lockedBuffer
 	var waiting, calls atomic.Int64
@@ -160,9 +127,8 @@ func TestDumpKeepsPublishedRows(t *testing.T) {
 	require.Contains(t, log.String(), "outbox-relay doctor")
 	require.LessOrEqual(t, strings.Count(log.String(), "published rows cannot be removed"), slots, "it is said once for each slot")
 
-	_, err = conn.Exec(ctx, `COMMIT`)
-	require.NoError(t, err)
-	testwait.True(t, "the outbox shrinks", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`) == 0 })
+	must(t, conn, `COMMIT`)
+	becomes(t, pool, "the outbox shrinks", `SELECT count(*) = 0 FROM effectonce.outbox`)
 	testwait.True(t, "it waits no more", func() bool { return waiting.Load() == 0 })
 	testwait.True(t, "it says so", func() bool { return strings.Contains(log.String(), "no longer wait for a lock") })
 	insert(t, pool, topic, "k", "after")
@@ -176,21 +142,58 @@ func TestRowsOfAnOpenTransactionKeepTheirSlot(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
-	late, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	_, err = late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'late', 'late')`, topic)
-	require.NoError(t, err)
+	late := opened(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'late', 'late')`, topic)
 	insert(t, pool, topic, "k", "early")
 	drain(t, r)
 	require.True(t, one[bool](t, pool, `SELECT bool_and(EXISTS (SELECT FROM pg_snapshot_xip(t.snapshot)))
 		FROM effectonce.outbox_progress_now p JOIN effectonce.outbox_ticks t USING (tick)`), "the test's own premise")
 	require.NoError(t, late.Commit(ctx))
 
-	must(t, pool, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
-	require.NoError(t, r.TidyUp(ctx))
-	require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "a row that is not published was removed")
+	must(t, pool, turnedSQL, 60)
+	require.Equal(t, 2, left(t, pool, r), "a row that is not published was removed")
 	drain(t, r)
-	require.NoError(t, r.TidyUp(ctx))
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`))
+	require.Zero(t, left(t, pool, r))
 	require.Equal(t, []string{"early", "late"}, values(t, topic))
+}
+
+// Property: a row that is committed between the look at a slot and its lock is not lost, also where
+// the role's default is a stricter isolation, and one whose transaction is still open then keeps
+// the slot. A slot whose time is not up is kept.
+func TestRowBetweenTheLookAndTheLockIsKept(t *testing.T) {
+	t.Parallel()
+	either(t, "committed", "still open", func(t *testing.T, open bool) {
+		t.Helper()
+		const publishedSQL = `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		insert(t, pool, topic, "k", "published")
+		drain(t, newRelay(t, pool, relay.Config{}))
+		// A writer that read the slot's number before it was turned.
+		late := opened(t, pool, `SELECT`)
+		var once sync.Once
+		tidier := newRelay(t, traced(t, pool, before("-- relay.lock_slot", func(ctx context.Context) {
+			once.Do(func() {
+				if _, err := late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload, slot) VALUES ($1, 'k', 'late', 0)`, topic); err != nil {
+					t.Error(err)
+				}
+				if !open {
+					if err := late.Commit(ctx); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		})), relay.Config{Keep: time.Hour})
+		must(t, pool, turnedSQL, 59)
+		require.Equal(t, 1, left(t, pool, newRelay(t, pool, relay.Config{Keep: time.Hour})), "its time is not up")
+		must(t, pool, turnedSQL, 61)
+		left(t, pool, tidier)
+		require.Equal(t, 1, one[int](t, pool, publishedSQL))
+		if open {
+			require.NoError(t, late.Commit(ctx))
+		}
+		left(t, pool, tidier)
+		require.Equal(t, 1, one[int](t, pool, publishedSQL), "the late row is not published")
+		drain(t, newRelay(t, pool, relay.Config{}))
+		require.Equal(t, []string{"published", "late"}, values(t, topic))
+		require.Zero(t, left(t, pool, tidier))
+	})
 }

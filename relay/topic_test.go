@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -227,30 +228,37 @@ func TestRowsChooseTheirPartition(t *testing.T) {
 	})
 }
 
+// silent lets brokers not answer to what is produced to a topic, until the test ends or calls release.
+func silent(t *testing.T, fake *kfake.Cluster, name string) (hanging <-chan struct{}, release func()) {
+	t.Helper()
+	hangs, answer := make(chan struct{}), make(chan struct{})
+	hang, release := sync.OnceFunc(func() { close(hangs) }), sync.OnceFunc(func() { close(answer) })
+	t.Cleanup(release)
+	id := fake.TopicInfo(name).TopicID
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		for _, topic := range request.(*kmsg.ProduceRequest).Topics {
+			if topic.Topic == name || topic.TopicID == id {
+				hang()
+				fake.SleepControl(func() { <-answer })
+			}
+		}
+		return nil, nil, false
+	})
+	return hangs, release
+}
+
 // Property: a topic whose brokers are slow holds up no row of another relay, which is how the
 // documents separate such a topic; its own rows come in order once the brokers answer. Row O34 of
 // guarantees.md.
 func TestSlowTopicHasARelayOfItsOwn(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "slow", "fast"))
-	answer, hanging := make(chan struct{}), atomic.Bool{}
-	slow := fake.TopicInfo("slow").TopicID
-	release := sync.OnceFunc(func() { close(answer) })
-	t.Cleanup(release)
-	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		for _, topic := range request.(*kmsg.ProduceRequest).Topics {
-			if topic.Topic == "slow" || topic.TopicID == slow {
-				hanging.Store(true)
-				fake.SleepControl(func() { <-answer })
-			}
-		}
-		return nil, nil, false
-	})
+	hanging, release := silent(t, fake, "slow")
 	runAt(t, pool, fake, relay.Config{Name: "bulk", Topic: func(row relay.Message) (string, bool) { return row.Topic, row.Topic == "slow" }})
 	runAt(t, pool, fake, relay.Config{Topic: func(row relay.Message) (string, bool) { return row.Topic, row.Topic != "slow" }})
 	insert(t, pool, "slow", "k", "0")
-	testwait.True(t, "a broker takes its time", hanging.Load)
+	testwait.Chan(t, "a broker takes its time", hanging)
 	var want []string
 	for n := range 100 {
 		insert(t, pool, "slow", "k", fmt.Sprint(n+1))
@@ -267,6 +275,43 @@ func TestSlowTopicHasARelayOfItsOwn(t *testing.T) {
 
 var ana = relay.Operator{Who: "ana", Why: "test"}
 
+// pauses pauses a topic, and waits as long for the relays to confirm it.
+func pauses(t *testing.T, pool *pgxpool.Pool, topic string, wait time.Duration) {
+	t.Helper()
+	changed, err := relay.Pause(t.Context(), pool, ana, wait, topic)
+	require.NoError(t, err)
+	require.Equal(t, []string{topic}, changed)
+}
+
+func resumes(t *testing.T, pool *pgxpool.Pool, topics ...string) {
+	t.Helper()
+	changed, err := relay.Resume(t.Context(), pool, ana, topics...)
+	require.NoError(t, err)
+	require.Equal(t, topics[:1], changed)
+}
+
+// keepsWriting runs a statement again and again, with the number of the time, until end, which a test calls
+// before it returns.
+func keepsWriting(t *testing.T, pool *pgxpool.Pool, sql, topic string) (end func() (times int)) {
+	t.Helper()
+	var stop atomic.Bool
+	ended, times := make(chan struct{}), 0
+	go func() {
+		defer close(ended)
+		for ; !stop.Load(); times++ {
+			if _, err := pool.Exec(t.Context(), sql, topic, fmt.Append(nil, times)); err != nil {
+				t.Errorf("write: %v", err)
+				return
+			}
+		}
+	}()
+	return func() int {
+		stop.Store(true)
+		<-ended
+		return times
+	}
+}
+
 // Property: a pause is confirmed only after every row that was read before it is acknowledged:
 // while a broker keeps its answer back, the wait names the replica; afterwards no row of the topic
 // comes, and other topics flow.
@@ -274,30 +319,14 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "other"))
-	produced, answer := make(chan struct{}), make(chan struct{})
-	var once, end sync.Once
-	release := func() { end.Do(func() { close(answer) }) }
-	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		once.Do(func() { close(produced) })
-		fake.SleepControl(func() { <-answer })
-		return nil, nil, false
-	})
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Lease: time.Minute, Owner: "the replica"})
-	require.NoError(t, err)
-	starts(t, r)
-	t.Cleanup(release)
-
+	produced, release := silent(t, fake, "orders")
+	starts(t, relayAt(t, pool, fake, relay.Config{Lease: time.Minute, Owner: "the replica"}))
 	insert(t, pool, "orders", "k", "before")
 	<-produced
-	changed, err := relay.Pause(ctx, pool, ana, 0, "orders")
-	require.NoError(t, err)
-	require.Equal(t, []string{"orders"}, changed)
-	testwait.True(t, "the relay looked, and could confirm", func() bool {
-		return one[bool](t, pool, `SELECT bool_or(obeys = '{}') FROM effectonce.outbox_replicas`)
-	})
+	pauses(t, pool, "orders", 0)
+	becomes(t, pool, "the relay looked, and could confirm", `SELECT bool_or(obeys = '{}') FROM effectonce.outbox_replicas`)
 	var unconfirmed *relay.UnconfirmedError
-	_, err = relay.Pause(ctx, pool, ana, 4*time.Second, "orders") // longer than from one look to the next
+	_, err := relay.Pause(ctx, pool, ana, 4*time.Second, "orders") // longer than from one look to the next
 	require.ErrorAs(t, err, &unconfirmed)
 	require.Equal(t, []string{"the replica"}, unconfirmed.Owners)
 
@@ -310,8 +339,7 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	insert(t, pool, "other", "k", "flows")
 	testwait.True(t, "the other topic flows", func() bool { return count("other") == 1 && dead(t, pool) == 1 })
 	require.Equal(t, 1, count("orders"))
-	_, err = relay.Resume(ctx, pool, ana, "orders")
-	require.NoError(t, err)
+	resumes(t, pool, "orders")
 	testwait.True(t, "it is resumed", func() bool { return count("orders") == 2 })
 }
 
@@ -320,40 +348,20 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 	longtest.Only(t, "nine looks of three replicas in real time")
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	for _, owner := range []string{"a", "b", "stands by"} {
 		running(t, pool, relay.Config{Owner: owner, Shards: 2, PageRowsMax: 20, Lease: 30 * time.Second})
 	}
-	var writing sync.WaitGroup
-	stop := make(chan struct{})
-	end := sync.OnceFunc(func() { close(stop); writing.Wait() })
-	defer end()
-	writing.Go(func() {
-		for n := 0; ; n++ {
-			select {
-			case <-stop:
-				return
-			default:
-			}
-			if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, k::text::bytea, 'v' FROM generate_series(1, 20) k`, topic); err != nil {
-				t.Errorf("write: %v", err)
-				return
-			}
-		}
-	})
+	defer keepsWriting(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, k::text::bytea, $2 FROM generate_series(1, 20) k`, topic)()
 	for range 3 {
 		before := kafkatest.Count(t, topic)
 		testwait.True(t, "rows flow", func() bool { return kafkatest.Count(t, topic) > before })
-		_, err := relay.Pause(ctx, pool, ana, testwait.Bound, topic)
-		require.NoError(t, err)
+		pauses(t, pool, topic, testwait.Bound)
 		held, waiting := kafkatest.Count(t, topic), dead(t, pool)
 		testwait.True(t, "rows wait", func() bool { return dead(t, pool) > waiting+100 })
 		require.Equal(t, held, kafkatest.Count(t, topic), "rows came after the pause was confirmed")
-		_, err = relay.Resume(ctx, pool, ana, topic)
-		require.NoError(t, err)
-		testwait.True(t, "it is resumed", func() bool {
-			return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
-		})
+		resumes(t, pool, topic)
+		becomes(t, pool, "it is resumed", `SELECT count(*) = 0 FROM effectonce.outbox_dead WHERE reason = 'paused'`)
 	}
 }
 
@@ -373,8 +381,7 @@ func TestPauseIsConfirmedByAllThatRun(t *testing.T) {
 	require.ErrorContains(t, wait(), "not confirmed by old: it may still publish")
 	must(t, pool, `UPDATE effectonce.outbox_replicas SET obeys = ARRAY(SELECT id FROM effectonce.outbox_paused) WHERE owner = 'old'`)
 	require.NoError(t, wait())
-	_, err := relay.Resume(ctx, pool, ana, "orders")
-	require.NoError(t, err)
+	resumes(t, pool, "orders")
 	require.ErrorContains(t, wait(), "not confirmed by old: it may still publish")
 	must(t, pool, `DELETE FROM effectonce.outbox_replicas`)
 	must(t, pool, `INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'frozen', 'infinity', 1)`)
@@ -401,12 +408,10 @@ func TestWaitingRowsAreTriedWhenTheyMayLeave(t *testing.T) {
 	looks(2, as("c."))
 	looks(0, as("b."))
 	require.Equal(t, []string{"1"}, valuesAt(t, fake, "b.orders"))
-	_, err := relay.Pause(t.Context(), pool, ana, 0, "orders")
-	require.NoError(t, err)
+	pauses(t, pool, "orders", 0)
 	insert(t, pool, "orders", "k", "2")
 	looks(1, as("b."))
-	_, err = relay.Resume(t.Context(), pool, ana, "orders")
-	require.NoError(t, err)
+	resumes(t, pool, "orders")
 	looks(0, as("b."))
 	insert(t, pool, "missing", "k", "3")
 	looks(1, as("b."))
@@ -423,8 +428,7 @@ func TestWaitingRowsAreTriedWhenTheyMayLeave(t *testing.T) {
 func TestTopicsOfDeadRowsAreAskedForLessOften(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "a test"}, 0, "orders")
-	require.NoError(t, err)
+	pauses(t, pool, "orders", 0)
 	insert(t, pool, "orders", "k", "1")
 	var released, topics int
 	sink := newSinkRelay(t, traced(t, pool, pgtest.Statements(func(sql string) {

@@ -2,6 +2,7 @@ package relay_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/base64"
@@ -34,16 +35,14 @@ import (
 )
 
 // relayAt is newRelay for a cluster of the test's own.
-func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) *relay.Relay {
+func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, more ...kgo.Opt) *relay.Relay {
 	t.Helper()
-	if cfg.Lease == 0 {
-		cfg.Lease = time.Minute
-	}
+	cfg.Lease = cmp.Or(cfg.Lease, time.Minute)
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
 	opts := []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}
-	r, err := relay.New(pool, opts, cfg)
+	r, err := relay.New(pool, append(opts, more...), cfg)
 	require.NoError(t, err)
 	return r
 }
@@ -51,7 +50,7 @@ func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Co
 // runAt lets it run until the test ends.
 func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) {
 	t.Helper()
-	cfg.Lease = 30 * time.Second
+	cfg.Lease = cmp.Or(cfg.Lease, 30*time.Second)
 	starts(t, relayAt(t, pool, fake, cfg))
 }
 
@@ -76,36 +75,6 @@ func keyedAt(t *testing.T, fake *kfake.Cluster, topic, key string) []string {
 func deadReasons(t *testing.T, pool *pgxpool.Pool) []string {
 	t.Helper()
 	return one[[]string](t, pool, `SELECT coalesce(array_agg(reason ORDER BY seq), '{}') FROM effectonce.outbox_dead`)
-}
-
-// Property: a row above RecordBytesMax is dead, and where a topic takes less Kafka judges: a row that it
-// refuses is dead of its size and holds its key, and everything else flows, before and after it, in
-// batches that are small enough. Row O11 of guarantees.md.
-func TestKafkaJudgesWhatItsTopicsTake(t *testing.T) {
-	t.Parallel()
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
-		topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "1500000")
-		fits := incompressible(1_300_000)
-		insert(t, pool, topic, "k", "1")
-		insert(t, pool, topic, "k", incompressible(3_000_000))
-		insert(t, pool, topic, "k", "2")
-		insert(t, pool, topic, "l", fits)
-		insert(t, pool, topic, "n", incompressible(5_000_000))
-		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, RecordBytesMax: 4_000_000})
-		testwait.True(t, "the verdict", func() bool { return dead(t, pool) == 3 })
-		require.Equal(t, []string{"too_large", "behind", "too_large"}, deadReasons(t, pool))
-		errs := one[[]string](t, pool, `SELECT array_agg(error ORDER BY seq) FROM effectonce.outbox_dead WHERE reason = 'too_large'`)
-		require.Contains(t, errs[0], "MESSAGE_TOO_LARGE")
-		require.Contains(t, errs[1], "RecordBytesMax of the relay (--record-bytes-max) is 4000000")
-		// Many that fit must not be refused as one batch as large as the one that does not.
-		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, 'm', convert_to(repeat(md5(i::text), 1000), 'UTF8') FROM generate_series(1, 200) AS i`, topic)
-		testwait.True(t, "everything else flows", func() bool { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) >= 202 })
-		require.Equal(t, []string{"1"}, slices.Compact(keyedAt(t, fake, topic, "k")), "at least once")
-		require.Equal(t, []string{fits}, slices.Compact(keyedAt(t, fake, topic, "l")))
-		require.Equal(t, 3, dead(t, pool))
-	})
 }
 
 // rights is a cluster in which everybody may do everything, except what is denied.
@@ -139,34 +108,30 @@ func rights(t *testing.T, opts ...kfake.Opt) (fake *kfake.Cluster, deny func(top
 // ones. The log says it once when it begins and once when it ends.
 func TestTopicThatIsNotAllowedWaits(t *testing.T) {
 	t.Parallel()
-	for name, operation := range map[string]kadm.ACLOperation{"describe": kadm.OpDescribe, "write": kadm.OpWrite} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool := pgtest.Pool(t)
-				fake, deny := rights(t, kfake.SeedTopics(1, "orders", "secret"))
-				allow := deny("secret", operation)
-				var said lockedBuffer
-				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))})
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '1'), ('orders', 'k', 'flows'), ('secret', 'k', '2'), ('secret', 'l', '3')`)
-				testwait.True(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
-				testwait.True(t, "they wait", func() bool { return dead(t, pool) == 3 })
-				require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
-				require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'not_authorized' LIMIT 1`), "grant")
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4'), ('secret', 'm', '5')`)
-				testwait.True(t, "they wait", func() bool { return dead(t, pool) == 5 })
-				allow()
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '6')`)
-				testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 6 })
-				require.Equal(t, []string{"1", "2", "4", "6"}, keyedAt(t, fake, "secret", "k"))
-				const again = "Kafka lets the relay use the topic again"
-				testwait.True(t, "it says so", func() bool { return strings.Contains(said.String(), again) })
-				require.Contains(t, said.String(), "Kafka does not let the relay use a topic")
-				require.NotContains(t, said.String(), "cannot be published", "not for each row")
-			})
-		})
-	}
+	operations := map[string]kadm.ACLOperation{"describe": kadm.OpDescribe, "write": kadm.OpWrite}
+	eachBoth(t, operations, func(t *testing.T, operation kadm.ACLOperation, exactly bool) {
+		t.Helper()
+		pool := pgtest.Pool(t)
+		fake, deny := rights(t, kfake.SeedTopics(1, "orders", "secret"))
+		allow := deny("secret", operation)
+		var said lockedBuffer
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '1'), ('orders', 'k', 'flows'), ('secret', 'k', '2'), ('secret', 'l', '3')`)
+		testwait.True(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
+		testwait.True(t, "they wait", func() bool { return dead(t, pool) == 3 })
+		require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
+		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'not_authorized' LIMIT 1`), "grant")
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4'), ('secret', 'm', '5')`)
+		testwait.True(t, "they wait", func() bool { return dead(t, pool) == 5 })
+		allow()
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '6')`)
+		testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 6 })
+		require.Equal(t, []string{"1", "2", "4", "6"}, keyedAt(t, fake, "secret", "k"))
+		const again = "Kafka lets the relay use the topic again"
+		testwait.True(t, "it says so", func() bool { return strings.Contains(said.String(), again) })
+		require.Contains(t, said.String(), "Kafka does not let the relay use a topic")
+		require.NotContains(t, said.String(), "cannot be published", "not for each row")
+	})
 }
 
 // Property: the same if the brokers refuse to let the relay write, and do not report that in the
@@ -175,30 +140,24 @@ func TestTopicThatIsNotAllowedWaits(t *testing.T) {
 func TestTopicThatIsOnlyRefusedWaits(t *testing.T) {
 	longtest.Only(t, "it waits until topics are asked for again")
 	t.Parallel()
-	for name, opts := range map[string][]kfake.Opt{"silent": {kfake.MaxVersions(kversion.V2_2_0())}, "wrong": nil} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, append(opts, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "secret"))...)
-				refused := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "secret", Err: kerr.TopicAuthorizationFailed, Count: -1})
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '1'), ('orders', 'k', 'flows'), ('secret', 'k', '2'), ('secret', 'l', '3')`)
-				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
-				testwait.True(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
-				testwait.True(t, "they wait", func() bool { return dead(t, pool) == 3 })
-				require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
-				tried := refused.Hits()
-				testwait.True(t, "it is tried again", func() bool { return refused.Hits() > tried })
-				testwait.True(t, "they wait again", func() bool {
-					return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) >= 2
-				})
-				refused.Remove()
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4')`)
-				testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 4 })
-				require.Equal(t, []string{"1", "2", "4"}, keyedAt(t, fake, "secret", "k"))
-			})
-		})
-	}
+	brokers := map[string][]kfake.Opt{"silent": {kfake.MaxVersions(kversion.V2_2_0())}, "wrong": nil}
+	eachBoth(t, brokers, func(t *testing.T, opts []kfake.Opt, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, append(opts, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "secret"))...)
+		refused := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "secret", Err: kerr.TopicAuthorizationFailed, Count: -1})
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '1'), ('orders', 'k', 'flows'), ('secret', 'k', '2'), ('secret', 'l', '3')`)
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		testwait.True(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
+		testwait.True(t, "they wait", func() bool { return dead(t, pool) == 3 })
+		require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
+		tried := refused.Hits()
+		testwait.True(t, "it is tried again", func() bool { return refused.Hits() > tried })
+		becomes(t, pool, "they wait again", `SELECT count(*) >= 2 FROM effectonce.outbox_dead WHERE state = 'held'`)
+		refused.Remove()
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4')`)
+		testwait.True(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 4 })
+		require.Equal(t, []string{"1", "2", "4"}, keyedAt(t, fake, "secret", "k"))
+	})
 }
 
 // Property: a topic that Kafka cannot speak about for the moment stops no other for longer than a
@@ -231,15 +190,14 @@ func TestDeletedTopicReleasesTheFlight(t *testing.T) {
 		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "gone", "other"))
 		var held atomic.Int64
 		var deleted atomic.Bool
-		fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-			fake.KeepControl()
-			produce := request.(*kmsg.ProduceRequest)
-			if deleted.Load() || !bytes.Contains(produce.Topics[0].Partitions[0].Records, []byte("held")) {
-				return nil, nil, false
+		onProduce(fake, func(records []byte) error {
+			if deleted.Load() || !bytes.Contains(records, []byte("held")) {
+				return nil
 			}
 			held.Add(1)
-			return refuse(produce, kerr.NotLeaderForPartition), nil, true
+			return kerr.NotLeaderForPartition
 		})
+		// With the options that the relay has by default.
 		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())},
 			relay.Config{ExactlyOnce: exactly, Lease: time.Minute, InFlightBytesMax: 64 << 10})
 		require.NoError(t, err)
@@ -316,8 +274,7 @@ func TestLargeRowsAreReadOnce(t *testing.T) {
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
 		SELECT $1, CASE WHEN n % 3 > 0 THEN 'k'::bytea END, convert_to(n || '-' || repeat('x', CASE WHEN n <= 3000 THEN 10
 			WHEN n % 50 = 0 THEN 3000000 WHEN n % 5 = 0 THEN 5 ELSE 100000 END), 'UTF8') FROM generate_series(1, 3250) AS n`, topic)
-	var want int64
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT sum(octet_length(payload) + 100) FROM effectonce.outbox`).Scan(&want))
+	want := one[int64](t, pool, `SELECT sum(octet_length(payload) + 100) FROM effectonce.outbox`)
 
 	drain(t, newRelay(t, counted, relay.Config{InFlightBytesMax: 8 << 20, RecordBytesMax: 4 << 20}))
 	got := values(t, topic)

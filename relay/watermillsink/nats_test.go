@@ -161,9 +161,7 @@ func testRowsReachJetStreamThatIsKilled(t *testing.T, tracked bool) {
 	r := newRelay(t, pool, newSink(t, publisher, watermillsink.Config{Batch: 7}), relay.Config{
 		Shards: 2, PageRowsMax: 50, Hooks: relay.Hooks{Interrupted: func(err error) { troubles <- err }},
 	})
-	running, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 
 	some := func(from, to int) {
 		for i := from; i < to; i++ {
@@ -184,18 +182,12 @@ func testRowsReachJetStreamThatIsKilled(t *testing.T, tracked bool) {
 		testwait.True(t, `publisher.took.Load() > middle`, func() bool { return publisher.took.Load() > middle })
 		broker.kill(t)
 		some(half, first+each) // whatever was published before, there are rows now
-		select {
-		case err := <-troubles:
-			require.ErrorContains(t, err, "hand rows to the sink")
-		case <-time.After(2 * time.Minute):
-			require.Fail(t, "nobody notices that NATS is gone")
-		}
+		require.ErrorContains(t, testwait.Chan(t, "the relay notices that NATS is gone", troubles), "hand rows to the sink")
 		broker.restart(t)
 	}
 	const all = rounds * keys * each
 	testwait.True(t, `publisher.took.Load() >= all`, func() bool { return publisher.took.Load() >= all })
 	stop()
-	require.NoError(t, <-done)
 	testwait.True(t, "the leases are free", func() bool {
 		_, err := r.Drain(t.Context())
 		return err == nil

@@ -80,6 +80,18 @@ func newRelay(t *testing.T, pool *pgxpool.Pool, sink relay.Sink, cfg relay.Confi
 	return r
 }
 
+// starts runs a relay until it is stopped.
+func starts(t *testing.T, r *relay.Relay) (stop func()) {
+	t.Helper()
+	running, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	return func() {
+		cancel()
+		require.NoError(t, <-done)
+	}
+}
+
 func publish(t *testing.T, pool *pgxpool.Pool, messages ...outbox.Message) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error { return outbox.Publish(t.Context(), tx, messages...) }))
@@ -250,20 +262,14 @@ func TestPublisherThatHangs(t *testing.T) {
 		publish(t, pool, outbox.Message{Topic: "a", Key: []byte("k"), Payload: []byte(payload)})
 	}
 	interrupted := make(chan error, 1000)
-	running, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	r := newRelay(t, pool, sink, relay.Config{Lease: 3 * time.Second, Hooks: relay.Hooks{Interrupted: func(err error) { interrupted <- err }}})
-	go func() { done <- r.Run(running) }()
+	hooks := relay.Hooks{Interrupted: func(err error) { interrupted <- err }}
+	stop := starts(t, newRelay(t, pool, sink, relay.Config{Lease: 3 * time.Second, Hooks: hooks}))
 	var texts []string
-	for limit := time.After(3 * time.Minute); len(texts) < 3; {
-		select {
-		case err := <-interrupted:
-			// A slow machine may lose the lease during the test, or the database may be late.
-			if errors.Is(err, context.DeadlineExceeded) && strings.Contains(err.Error(), "return") {
-				texts = append(texts, err.Error())
-			}
-		case <-limit:
-			require.Fail(t, "the relay does not notice")
+	for len(texts) < 3 {
+		err := testwait.Chan(t, "the relay notices", interrupted)
+		// A slow machine may lose the lease during the test, or the database may be late.
+		if errors.Is(err, context.DeadlineExceeded) && strings.Contains(err.Error(), "return") {
+			texts = append(texts, err.Error())
 		}
 	}
 	require.Contains(t, texts[0], "did not return in time")
@@ -272,14 +278,11 @@ func TestPublisherThatHangs(t *testing.T) {
 	p.mu.Lock()
 	require.Len(t, p.calls, 1)
 	p.mu.Unlock()
-	var dead int
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&dead))
-	require.Zero(t, dead, "that time was over is no verdict about a row")
+	require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead`), "that time was over is no verdict about a row")
 
 	close(release)
 	testwait.True(t, `len(p.taken()) >= 6`, func() bool { return len(p.taken()) >= 6 })
 	stop()
-	require.NoError(t, <-done)
 	require.Equal(t, []string{"1", "2", "3", "1", "2", "3"}, p.taken()[:6], "the call that was left ends before the next begins")
 }
 
@@ -321,11 +324,7 @@ func TestMessagesCarryTheContext(t *testing.T) {
 	require.Zero(t, accepted)
 	require.ErrorIs(t, err, context.Canceled)
 	require.False(t, final(err))
-	select {
-	case <-heeded:
-	case <-time.After(2 * time.Minute):
-		require.Fail(t, "the messages have another context")
-	}
+	testwait.Chan(t, "the messages have the call's context", heeded)
 }
 
 // Property: wrong settings are refused with field, value and bound, all at once.

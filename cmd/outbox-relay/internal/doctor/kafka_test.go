@@ -22,21 +22,9 @@ import (
 
 const insertSQL = "INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, convert_to(repeat('x', $2), 'UTF8'))"
 
-// byCheck returns the findings about one topic.
-func byCheck(findings []doctor.Finding, topic string) []doctor.Finding {
-	var found []doctor.Finding
-	for _, f := range findings {
-		if f.Check == "topic "+topic {
-			found = append(found, f)
-		}
-	}
-	return found
-}
-
 func topics(t *testing.T, conn *pgx.Conn) []doctor.Finding {
 	t.Helper()
-	admin := kadm.NewClient(kafkatest.Client(t))
-	return doctor.Topics(t.Context(), conn, admin, "effectonce", "")
+	return doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce", "")
 }
 
 // Every topic that a waiting or a dead row names is checked, and what would stop a row is a failure
@@ -61,29 +49,24 @@ func TestTopicsOfRowsAreChecked(t *testing.T) {
 	findings := topics(t, conn)
 	require.False(t, doctor.Well(findings))
 	for _, f := range findings {
-		if f.Severity != doctor.OK {
-			assert.NotEmpty(t, f.Remedy, "%+v", f)
-			harmless(t, f)
-		}
+		says(t, f, f.Severity, "")
 	}
 	for _, missing := range []string{"never-created", "never-created-either"} {
-		f := only(t, byCheck(findings, missing))
-		assert.Equal(t, doctor.Fail, f.Severity)
-		assert.Contains(t, f.Message, "does not exist")
+		f := only(t, about(findings, "topic "+missing))
+		says(t, f, doctor.Fail, "does not exist")
 		brokers, err := kadm.NewClient(kafkatest.Client(t)).BrokerMetadata(t.Context())
 		require.NoError(t, err)
 		replicas := min(len(brokers.Brokers), 3)
 		assert.Contains(t, f.Remedy, fmt.Sprintf("--replication-factor %d --config min.insync.replicas=%d", replicas, max(replicas-1, 1)), "the cluster takes it")
 	}
 	// There may be one broker only, and then there is a warning about replicas beside the others.
-	of := func(topic string, severity doctor.Severity) string {
-		var text strings.Builder
-		for _, f := range byCheck(findings, topic) {
+	of := func(topic string, severity doctor.Severity) (text string) {
+		for _, f := range about(findings, "topic "+topic) {
 			if f.Severity == severity {
-				text.WriteString(f.Message + "\n")
+				text += f.Message + "\n"
 			}
 		}
-		return text.String()
+		return text
 	}
 	assert.Empty(t, of(fits, doctor.Fail))
 	assert.NotContains(t, of(fits, doctor.Warn), "max.message.bytes")
@@ -91,7 +74,7 @@ func TestTopicsOfRowsAreChecked(t *testing.T) {
 	assert.Empty(t, of(small, doctor.Fail))
 	assert.Contains(t, of(tight, doctor.Fail), "max.message.bytes is 10000, the largest waiting row makes a record of about 10")
 	assert.Contains(t, of(strict, doctor.Fail), "min.insync.replicas is 9")
-	assert.Contains(t, byCheck(findings, small)[0].Remedy, "--entity-name "+small+" --add-config max.message.bytes=1048588")
+	assert.Contains(t, about(findings, "topic "+small)[0].Remedy, "--entity-name "+small+" --add-config max.message.bytes=1048588")
 
 	// A topic is of no interest once its rows are published.
 	exec(t, conn, "DELETE FROM effectonce.outbox_dead")
@@ -122,9 +105,7 @@ func TestReplicasInSyncAreJudged(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, created.Err)
 		exec(t, conn, insertSQL, name, 1)
-		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce", ""), name))
-		assert.Equal(t, c.severity, f.Severity, name)
-		assert.Contains(t, f.Message, c.text)
+		says(t, only(t, about(doctor.Topics(t.Context(), conn, admin, "effectonce", ""), "topic "+name)), c.severity, c.text)
 	}
 }
 
@@ -135,19 +116,15 @@ func TestSizesAreCompared(t *testing.T) {
 	huge := kafkatest.Topic(t, 1, "max.message.bytes", "200000000")
 	exec(t, conn, "ALTER TABLE effectonce.outbox DROP CONSTRAINT outbox_row_is_out_of_bounds") // as where the row is older than schema version 8
 	exec(t, conn, insertSQL, huge, 91_000_000)
-	f := byCheck(topics(t, conn), huge)[0]
-	assert.Equal(t, doctor.Fail, f.Severity)
-	assert.Contains(t, f.Message, "the relay publishes none above 90000000")
+	says(t, about(topics(t, conn), "topic "+huge)[0], doctor.Fail, "the relay publishes none above 90000000")
 }
 
 // A broker whose advertised address leads nowhere is the classic trap: the seed answers, producing
 // does not work. If no broker answers, that is reported with the addresses that were tried.
 func TestBrokersAway(t *testing.T) {
 	t.Parallel()
-	f := only(t, doctor.Brokers(t.Context(), kadm.NewClient(kafkatest.ClientAt(t, []string{"127.0.0.1:1"}, kgo.RequestRetries(0))), "127.0.0.1:1"))
-	assert.Equal(t, doctor.Fail, f.Severity)
-	assert.Contains(t, f.Message, "127.0.0.1:1")
-	assert.Contains(t, f.Remedy, "--brokers")
+	nowhere := kadm.NewClient(kafkatest.ClientAt(t, []string{"127.0.0.1:1"}, kgo.RequestRetries(0)))
+	says(t, only(t, doctor.Brokers(t.Context(), nowhere, "127.0.0.1:1")), doctor.Fail, "127.0.0.1:1", "--brokers")
 
 	fake := kafkatest.Fake(t)
 	host, portText, found := strings.Cut(fake.ListenAddrs()[0], ":")
@@ -160,10 +137,8 @@ func TestBrokersAway(t *testing.T) {
 		answer.Brokers = []kmsg.MetadataResponseBroker{{NodeID: 0, Host: host, Port: int32(port)}, {NodeID: 7, Host: "127.0.0.1", Port: 1}}
 		return answer, nil, true
 	})
-	f = only(t, doctor.Brokers(t.Context(), kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RequestRetries(0))), "seed"))
-	assert.Equal(t, doctor.Fail, f.Severity)
-	assert.Contains(t, f.Message, "broker 7 does not answer at 127.0.0.1:1")
-	assert.Contains(t, f.Remedy, "advertised.listeners")
+	lost := kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RequestRetries(0)))
+	says(t, only(t, doctor.Brokers(t.Context(), lost, "seed")), doctor.Fail, "broker 7 does not answer at 127.0.0.1:1", "advertised.listeners")
 }
 
 // A topic that may not be described, or not be written to, is a finding about that topic: the
@@ -189,10 +164,9 @@ func TestTopicsThatAreNotAllowed(t *testing.T) {
 		"open": {doctor.Warn, "three replicas"}, "secret": {doctor.Fail, "grant DESCRIBE and WRITE"},
 		"read-only": {doctor.Fail, "grant WRITE"}, "closed-settings": {doctor.Warn, "grant DESCRIBE_CONFIGS"},
 	} {
-		f := byCheck(findings, topic)
+		f := about(findings, "topic "+topic)
 		require.NotEmpty(t, f, topic)
-		assert.Equal(t, want.severity, f[0].Severity, topic)
-		assert.Contains(t, f[0].Remedy, want.remedy)
+		says(t, f[0], want.severity, "", want.remedy)
 	}
 }
 
@@ -204,8 +178,8 @@ func TestTopicsBehindAPrefixAreChecked(t *testing.T) {
 	kafkatest.CreateTopic(t, "p-"+name, 1)
 	exec(t, conn, insertSQL, name, 1)
 	found := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce", "p-")
-	require.Empty(t, byCheck(found, name))
-	require.NotEqual(t, doctor.Fail, only(t, byCheck(found, "p-"+name)).Severity)
+	require.Empty(t, about(found, "topic "+name))
+	require.NotEqual(t, doctor.Fail, only(t, about(found, "topic p-"+name)).Severity)
 }
 
 // Property: a progress topic that was made by hand, and does not fit, is named with what changes it; one
@@ -217,27 +191,17 @@ func TestProgressTopicIsJudged(t *testing.T) {
 	admin := kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
 	for name, c := range map[string]struct {
 		partitions int32
-		configs    map[string]string
+		policy     string
 		severity   doctor.Severity
 		message    string
 	}{
-		"now":        {1, map[string]string{"cleanup.policy": "compact"}, doctor.OK, "one partition, compacted"},
-		"deleted":    {1, map[string]string{"cleanup.policy": "delete"}, doctor.Warn, "not compacted"},
-		"partitions": {2, map[string]string{"cleanup.policy": "compact"}, doctor.Fail, "2 partitions"},
+		"now":        {1, "compact", doctor.OK, "one partition, compacted"},
+		"deleted":    {1, "delete", doctor.Warn, "not compacted"},
+		"partitions": {2, "compact", doctor.Fail, "2 partitions"},
 	} {
-		configs := map[string]*string{}
-		for key, value := range c.configs {
-			configs[key] = &value
-		}
-		_, err := admin.CreateTopic(t.Context(), c.partitions, 1, configs, name)
+		_, err := admin.CreateTopic(t.Context(), c.partitions, 1, map[string]*string{"cleanup.policy": &c.policy}, name)
 		require.NoError(t, err)
-		f := only(t, doctor.ProgressTopic(t.Context(), admin, name))
-		assert.Equal(t, c.severity, f.Severity, name)
-		assert.Contains(t, f.Message, c.message, name)
-		if c.severity != doctor.OK {
-			require.NotEmpty(t, f.Remedy, name)
-			harmless(t, f)
-		}
+		says(t, only(t, doctor.ProgressTopic(t.Context(), admin, name)), c.severity, c.message)
 	}
 	assert.Empty(t, doctor.ProgressTopic(t.Context(), admin, "not-there"))
 }

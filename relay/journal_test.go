@@ -239,7 +239,7 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	_, pool := ownCluster(t, nil)
 
 	const rows = 20 // more than those after which a poll begins with a probe of the snapshot
-	stored, arrived, read := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	stored, arrived, read, changed := make(chan struct{}), make(chan struct{}), make(chan struct{}), make(chan struct{})
 	write, release := sync.OnceFunc(func() { close(stored) }), sync.OnceFunc(func() { close(arrived) })
 	defer write()
 	defer release()
@@ -256,6 +256,7 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 	overtaken := &tracer{start: func(ctx context.Context, sql string) context.Context {
 		switch fetches := strings.HasPrefix(sql, "-- relay.fetch\n"); {
 		case fetches && step.CompareAndSwap(armed, first):
+			<-changed // what ended later would be in the page's snapshot
 			meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) SELECT '%s', 'early' FROM generate_series(1, %d)`, topic, rows))(ctx)
 			if open, failed = pool.Begin(context.WithoutCancel(ctx)); failed == nil {
 				_, failed = open.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'late')`, topic)
@@ -284,6 +285,7 @@ func TestProgressOfLaterThanTheSnapshotDoesNotCount(t *testing.T) {
 
 	step.Store(armed)
 	must(t, pool, `SELECT pg_current_xact_id()`) // something new for the probe of the snapshot
+	close(changed)
 	testwait.Chan(t, "a page is read", read)
 	require.NoError(t, failed)
 	defer func() { _ = open.Rollback(context.WithoutCancel(ctx)) }()

@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -51,6 +52,8 @@ type Status struct {
 	Scheduled Scheduled `json:"scheduled"`
 	// Dedup is the space that the claims take.
 	Dedup *dedup.Stats `json:"dedup"`
+
+	dead map[string]map[string]int64 // rows in outbox_dead by relay and reason
 }
 
 // RelayStatus is one shard of a reader of the outbox.
@@ -92,7 +95,7 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	if err != nil {
 		return nil, err
 	}
-	s := &Status{Schema: schema, Problems: []string{}, Notes: []string{}}
+	s := &Status{Schema: schema, Problems: []string{}, Notes: []string{}, dead: map[string]map[string]int64{}}
 	for _, p := range all {
 		s.Relays = append(s.Relays, RelayStatus{Progress: p, RowsPerSecond: rate(opts.Before, p), Dead: map[string]int64{}, DeadExact: true})
 	}
@@ -160,18 +163,14 @@ func rate(before []pipeline.Progress, now pipeline.Progress) *float64 {
 }
 
 func (s *Status) readDead(ctx context.Context, db operator.Querier, schema string) error {
-	var names []string
 	for _, r := range s.Relays {
-		if !slices.Contains(names, r.Relay) {
-			names = append(names, r.Relay)
-		}
+		s.dead[r.Relay] = map[string]int64{}
 	}
 	var name, reason string
 	var shard int16
 	var n int64
-	counted := map[string]int64{}
-	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{names, pipeline.CountMax}, []any{&name, &shard, &reason, &n}, func() error {
-		counted[name] += n
+	err := operator.Each(ctx, db, "count dead rows", schema, deadSQL, []any{slices.Collect(maps.Keys(s.dead)), pipeline.CountMax}, []any{&name, &shard, &reason, &n}, func() error {
+		s.dead[name][reason] += n
 		for i := range s.Relays {
 			if s.Relays[i].Relay == name && s.Relays[i].Shard == shard {
 				s.Relays[i].Dead[reason] = n
@@ -180,7 +179,7 @@ func (s *Status) readDead(ctx context.Context, db operator.Querier, schema strin
 		return nil
 	})
 	for i := range s.Relays {
-		s.Relays[i].DeadExact = counted[s.Relays[i].Relay] < pipeline.CountMax
+		s.Relays[i].DeadExact = sum(s.dead[s.Relays[i].Relay]) < pipeline.CountMax
 	}
 	return err
 }
@@ -295,16 +294,17 @@ func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, sche
 	return nil
 }
 
-// deadProblem says what to do about the rows in outbox_dead. Rows of a paused topic, and rows behind
-// them, only need the pause to end.
+// deadProblem says what to do about a relay's rows in outbox_dead, the same for each shard that has some.
+// Rows of a paused topic, and rows behind them, only need the pause to end.
 func (s *Status) deadProblem(r RelayStatus) string {
-	dead, paused := sum(r.Dead), r.Dead["paused"]
+	all := s.dead[r.Relay]
+	dead, paused := sum(all), all["paused"]
 	stopped := slices.ContainsFunc(s.PausedTopics, func(p PausedTopic) bool { return p.Relay == r.Relay })
 	switch {
-	case dead == 0:
+	case sum(r.Dead) == 0:
 	// The pause has ended: they are published by themselves.
-	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead:
-	case paused > 0 && paused+r.Dead["behind"] == dead:
+	case !stopped && paused > 0 && paused+all["behind"] == dead:
+	case paused > 0 && paused+all["behind"] == dead:
 		return fmt.Sprintf("%s%s of paused topics in outbox_dead: the notes have the commands that publish them", atLeast(r.DeadExact), human.Count(dead, "row"))
 	case paused > 0:
 		return fmt.Sprintf("%s%s in outbox_dead: see \"outbox-relay dead list\"; %d more of paused topics: the notes have the commands that publish them", atLeast(r.DeadExact), human.Count(dead-paused, "row"), paused)

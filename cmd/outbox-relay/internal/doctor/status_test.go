@@ -40,6 +40,8 @@ func TestStatusIsJudged(t *testing.T) {
 		old   = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'replica-1', clock_timestamp() + interval '1 hour')"
 		gone  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state) VALUES ('default', 'replica-1', clock_timestamp() - interval '1 second', 'kafka_away')"
 		dead  = "INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state) VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')"
+		many  = "INSERT INTO effectonce.outbox_dead SELECT 'default', n, gen_random_uuid(), 't', convert_to('k' || n, 'UTF8'), '', '{}', now(), 'too_large', 'e', '', 1, 'held' FROM generate_series(1, 9) n"
+		two   = "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 2)"
 	)
 	conn := connect(t, pgtest.Database(t))
 	for name, c := range map[string]struct {
@@ -63,10 +65,11 @@ func TestStatusIsJudged(t *testing.T) {
 		"a row that waits too long":       {before: []string{row, live}, ageMax: time.Minute, problem: "longer than 1m"},
 		"a row that waits not long":       {before: []string{row, live}, ageMax: time.Hour},
 		"a dead row":                      {before: []string{live, dead}, problem: "1 row in outbox_dead"},
+		"dead rows of two shards":         {before: []string{two, live, many}, problem: "2 shards (0, 1): 9 rows in outbox_dead"},
 		"progress of another cluster":     {before: []string{live, "UPDATE effectonce.outbox_progress SET system_identifier = 1"}, problem: "another database cluster"},
 		"a tick that was deleted by hand": {before: []string{live, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 0, 7)"}, problem: "tick 7"},
 	} {
-		exec(t, conn, "TRUNCATE effectonce.outbox, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead RESTART IDENTITY")
+		exec(t, conn, "TRUNCATE effectonce.outbox, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead, effectonce.outbox_relays RESTART IDENTITY")
 		for _, sql := range c.before {
 			exec(t, conn, sql)
 		}

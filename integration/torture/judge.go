@@ -66,6 +66,29 @@ func (r *run) drain(ctx context.Context) {
 	}
 }
 
+// watch looks whether a position goes back more often than operators rewound its group.
+func (r *run) watch(ctx context.Context) {
+	last, back := map[string]int64{}, map[string]int{}
+	for pause.For(ctx, restartGap) {
+		rows, _ := r.pool.Query(ctx, `SELECT consumer_group, consumer_group || ' ' || topic || '/' || partition, next_offset FROM effectonce.consumer_positions WHERE next_offset IS NOT NULL`)
+		var group, place string
+		var next int64
+		_, _ = pgx.ForEachRow(rows, []any{&group, &place, &next}, func() error { // a server that is down is asked again
+			r.mu.Lock()
+			rewound := r.rewound[group]
+			r.mu.Unlock()
+			if next < last[place] {
+				back[place]++
+			}
+			if next < last[place] && back[place] > rewound {
+				r.broken("position went back, %d times for %d orders: %s from %d to %d", back[place], rewound, place, last[place], next)
+			}
+			last[place] = next
+			return nil
+		})
+	}
+}
+
 // judge compares what is left with what was ordered, once nothing runs any more.
 func (r *run) judge(ctx context.Context) {
 	r.report.Lost = r.none(ctx, "order was acknowledged and is not stored",

@@ -81,6 +81,9 @@ func faults() []fault {
 			if g.config.Dedup != consumer.DedupByID { // without claims a rewind repeats
 				r.report.Faults--
 			} else {
+				r.mu.Lock()
+				r.rewound[g.name]++
+				r.mu.Unlock()
 				statement(`UPDATE effectonce.consumer_positions SET resume_at = greatest(handled_from, next_offset - 50)
 					WHERE resume_at IS NULL AND consumer_group = '`+g.name+`'`)(ctx, r, f)
 			}

@@ -107,6 +107,7 @@ type run struct {
 	report       Report
 	acknowledged []int64 // orders whose COMMIT returned
 	answered     []int64 // requests
+	rewound      map[string]int
 
 	orders, requests atomic.Int64
 	doors            [2]string // of the service's replicas
@@ -151,7 +152,7 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	}
 	r := &run{
 		Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), habits: habits(), report: Report{Seed: opts.Seed, Problems: []string{}},
-		bank: bank{acted: map[string]map[string]int{}},
+		bank: bank{acted: map[string]map[string]int{}}, rewound: map[string]int{},
 	}
 	defer func() { err = errors.Join(err, r.stopServers(ctx)) }()
 	if err := r.startServers(ctx); err != nil {
@@ -176,6 +177,7 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	defer stopWriting()
 	var writers sync.WaitGroup
 	r.startWriters(writing, &writers)
+	writers.Go(func() { r.watch(writing) })
 	r.torment(ctx)
 	stopWriting()
 	writers.Wait()

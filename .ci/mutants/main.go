@@ -20,7 +20,10 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/integration/torture"
 )
@@ -71,58 +74,67 @@ func hunt(names []string) error {
 		return err
 	}
 	defer func() { _ = os.RemoveAll(scratch) }()
-	fmt.Println("| Mutant | What is broken | Found by | Seed | Seconds |\n|---|---|---|---|---|")
-	missed, all := 0, 0
-	for _, patch := range patches {
-		name := strings.TrimSuffix(filepath.Base(patch), ".patch")
-		if len(names) > 0 && !slices.Contains(names, name) {
-			continue
-		}
-		all++
-		found, err := try(scratch, name, patch)
-		if err != nil {
-			return fmt.Errorf("%s: %w", name, err)
-		}
-		if !found {
-			missed++
-		}
+	if len(names) > 0 {
+		patches = slices.DeleteFunc(patches, func(patch string) bool { return !slices.Contains(names, nameOf(patch)) })
 	}
-	log.Printf("%d of %d mutants were found", all-missed, all)
-	if missed > 0 {
+	rows := make([]string, len(patches))
+	var missed atomic.Int64
+	var group errgroup.Group
+	group.SetLimit(2) // a run waits more than it works
+	for i, patch := range patches {
+		group.Go(func() error {
+			row, found, err := try(scratch, nameOf(patch), patch)
+			if err != nil {
+				return fmt.Errorf("%s: %w", nameOf(patch), err)
+			}
+			if log.Print(row); !found {
+				missed.Add(1)
+			}
+			rows[i] = row
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	fmt.Println("| Mutant | What is broken | Found by | Seed | Seconds |\n|---|---|---|---|---|")
+	fmt.Println(strings.Join(rows, "\n"))
+	log.Printf("%d of %d mutants were found", int64(len(rows))-missed.Load(), len(rows))
+	if missed.Load() > 0 {
 		return errors.New("what is not found is a hole in what package torture draws, or judges")
 	}
 	return nil
 }
 
-// try prints the row of one mutant.
-func try(scratch, name, patch string) (found bool, err error) {
+func nameOf(patch string) string { return strings.TrimSuffix(filepath.Base(patch), ".patch") }
+
+// try returns the row of one mutant.
+func try(scratch, name, patch string) (row string, found bool, err error) {
 	text, err := os.ReadFile(patch)
 	if err != nil {
-		return false, err
+		return "", false, err
 	}
 	what, _, _ := strings.Cut(string(text), "\n")
 	overlay, err := mutate(filepath.Join(scratch, name), patch, string(text))
 	if err != nil {
-		return false, err
+		return "", false, err
 	}
 	program := filepath.Join(scratch, name, "mutant")
 	if output, err := exec.Command("go", "build", "-overlay", overlay, "-o", program, "./"+directory).CombinedOutput(); err != nil {
-		return false, fmt.Errorf("build: %w: %s", err, output)
+		return "", false, fmt.Errorf("build: %w: %s", err, output)
 	}
 	defer func() { _ = os.Remove(program) }()
 	begun := time.Now()
 	for _, seed := range seeds {
 		problem, err := problemOf(program, seed)
 		if err != nil {
-			return false, err
+			return "", false, err
 		}
 		if problem != "" {
-			fmt.Printf("| %s | %s | %s | %d | %.0f |\n", name, what, problem, seed, time.Since(begun).Seconds())
-			return true, nil
+			return fmt.Sprintf("| %s | %s | %s | %d | %.0f |", name, what, problem, seed, time.Since(begun).Seconds()), true, nil
 		}
 	}
-	fmt.Printf("| %s | %s | **nothing** | | %.0f |\n", name, what, time.Since(begun).Seconds())
-	return false, nil
+	return fmt.Sprintf("| %s | %s | **nothing** | | %.0f |", name, what, time.Since(begun).Seconds()), false, nil
 }
 
 // mutate writes the broken file, and the overlay that puts it in the place of the one in the tree.

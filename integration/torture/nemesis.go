@@ -27,12 +27,7 @@ type fault struct {
 // faults of each kind are equally likely.
 func faults() []fault {
 	return []fault{
-		{name: "kill", do: func(ctx context.Context, r *run, f Fault) {
-			i := f.Choice % len(r.replicas)
-			r.replicas[i].wire.kill()
-			r.replicas[i].stop()
-			r.replace(ctx, i)
-		}},
+		{name: "kill", do: func(ctx context.Context, r *run, f Fault) { r.kill(ctx, f.Choice%len(r.replicas)) }},
 		{name: "stop", do: func(ctx context.Context, r *run, f Fault) {
 			i := f.Choice % len(r.replicas)
 			r.replicas[i].stop()
@@ -74,6 +69,7 @@ func faults() []fault {
 			r.logger.Info("nemesis: pause", "error", err)
 			r.later(ctx, f.Lasts/3, func() { r.resume(ctx, topic) })
 		}},
+		{name: "killed while rows leave", ours: true, do: killedWhileRowsLeave},
 		{name: "parked retried", ours: true, do: statement(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked' AND random() < 0.3`)},
 		{name: "dead retried", ours: true, do: statement(retryDeadSQL + ` AND random() < 0.5`)},
 		{name: "rewind", ours: true, do: func(ctx context.Context, r *run, f Fault) {
@@ -89,6 +85,32 @@ func faults() []fault {
 			}
 		}},
 	}
+}
+
+// killedWhileRowsLeave pauses and resumes a topic, and kills the relays while its rows leave outbox_dead.
+func killedWhileRowsLeave(ctx context.Context, r *run, f Fault) {
+	_, err := relay.Pause(ctx, r.pool, operator(), 0, topicMore)
+	r.logger.Info("nemesis: pause", "error", err)
+	pause.For(ctx, f.Lasts/6)
+	for _, p := range r.replicas {
+		if p.name == "relay" {
+			p.wire.slow(50 * time.Millisecond)
+		}
+	}
+	r.resume(ctx, topicMore)
+	pause.For(ctx, f.Lasts/4) // the relay looks once a second
+	for i, p := range r.replicas {
+		if p.name == "relay" {
+			r.kill(ctx, i)
+		}
+	}
+}
+
+// kill ends a process as SIGKILL does, and starts another one in its place.
+func (r *run) kill(ctx context.Context, i int) {
+	r.replicas[i].wire.kill()
+	r.replicas[i].stop()
+	r.replace(ctx, i)
 }
 
 // retryDeadSQL hands back what is held for no reason that ends by itself.

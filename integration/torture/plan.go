@@ -77,11 +77,13 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 			Group: fmt.Sprint("torture-", i), Topics: g.Topics,
 			Order:    pick(random, consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered),
 			BatchMax: pick(random, 1, 5, 50, 500), AttemptsMax: pick(random, 3, 10), ParkShareMax: pick(random, 1, 1, 0.5),
-			DrainMax:       pick(random, 200*time.Millisecond, 2*time.Second),
-			OnFailure:      pick(random, consumer.OnFailurePark, consumer.OnFailurePark, consumer.OnFailureBlock),
-			HandlerTimeout: time.Second, IdleTimeout: 700 * time.Millisecond, StatementTimeout: time.Second, LockTimeout: 800 * time.Millisecond,
-			RetryMin: 20 * time.Millisecond, RetryMax: 500 * time.Millisecond,
+			DrainMax:  pick(random, 200*time.Millisecond, 2*time.Second),
+			OnFailure: pick(random, consumer.OnFailurePark, consumer.OnFailurePark, consumer.OnFailureBlock),
+			RetryMin:  20 * time.Millisecond, RetryMax: 500 * time.Millisecond,
 		}
+		patience := pick(random, time.Second, time.Second, 5*time.Second) // more than session: what is frozen outlives its membership
+		g.config.HandlerTimeout, g.config.StatementTimeout, g.config.IdleTimeout = patience, patience, patience*7/10
+		g.config.LockTimeout = 800 * time.Millisecond
 		switch {
 		case g.config.Order != consumer.OrderByPartition:
 			g.config.Workers = 1 + random.IntN(4)
@@ -93,7 +95,8 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 		g.config.Forever = g.config.Dedup == consumer.DedupByID && random.IntN(5) == 0
 		p.Groups = append(p.Groups, g)
 	}
-	for at := faultGapMax; at < duration; at += between(random, faultGapMin, faultGapMax) {
+	gapMax := pick(random, faultGapMax, faultGapMax, 4*faultGapMax) // where faults are rare, more happens between them
+	for at := faultGapMax; at < duration; at += between(random, faultGapMin, gapMax) {
 		p.Faults = append(p.Faults, Fault{at, pick(random, faults...), random.IntN(1 << 16), between(random, 0, faultLastsMax)})
 	}
 	return p
@@ -124,8 +127,8 @@ func (p *Plan) String() string {
 	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
 	for _, g := range p.Groups {
 		c := g.config
-		say("%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v\n",
-			c.Group, g.Shape, c.Order, c.Workers, c.BatchMax, c.Isolation, c.Dedup, c.Forever, c.AttemptsMax, c.ParkShareMax, c.OnFailure, c.DrainMax)
+		say("%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v, timeout %v\n",
+			c.Group, g.Shape, c.Order, c.Workers, c.BatchMax, c.Isolation, c.Dedup, c.Forever, c.AttemptsMax, c.ParkShareMax, c.OnFailure, c.DrainMax, c.HandlerTimeout)
 	}
 	for i, f := range p.Faults {
 		say("fault %d at %v: %s, choice %d, for %v\n", i, f.At.Round(time.Millisecond), f.What, f.Choice, f.Lasts.Round(time.Millisecond))

@@ -58,7 +58,7 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 			return showStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
 		},
 	}, cli.FlagDatabaseURL))
-	cli.AddDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
+	cli.AddDuration(cmd.Flags(), &opts.interval, "interval", time.Second/2, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
 	cli.AddDuration(cmd.Flags(), &opts.AgeMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
 	addLagAgeMax(cmd.Flags(), &opts.LagAgeMax)
 	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")

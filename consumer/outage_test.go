@@ -176,7 +176,7 @@ func TestStopDoesNotCancelCommit(t *testing.T) {
 	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.DrainMax = 10 * time.Millisecond })
 	h.waitEffects(1)
 
-	h.exec(`ALTER SYSTEM SET synchronous_standby_names = 'nobody'`)
+	h.exec(`ALTER SYSTEM SET synchronous_standby_names = 'missing'`)
 	h.exec(`SELECT pg_reload_conf()`)
 	waiting := `SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND query ILIKE 'commit%'` // statements of the engine by themselves wait, too
 	h.produceAs("b", "b")
@@ -460,7 +460,7 @@ func TestCommitWithoutAnswerIsNotCancelled(t *testing.T) {
 	h.produceAs("a", "a")
 	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.StatementTimeout, c.AbandonedMax = time.Second, 1 })
 	h.waitEffects(1)
-	h.exec(`ALTER SYSTEM SET synchronous_standby_names = 'nobody'`)
+	h.exec(`ALTER SYSTEM SET synchronous_standby_names = 'missing'`)
 	h.exec(`SELECT pg_reload_conf()`)
 	const waiting = `SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'`
 	h.produceAs("b", "b")

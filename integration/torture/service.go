@@ -29,10 +29,17 @@ const (
 	unheardHTTP = 30              // of a thousand requests are cut after they were sent
 )
 
-// bank is a foreign system, in memory: how often each key acted, by request.
+// bank is a foreign system, in memory: how often each key acted, for each request that needs it.
 type bank struct {
 	mu    sync.Mutex
 	acted map[string]map[string]int
+}
+
+// expect notes a request that must be charged.
+func (b *bank) expect(request string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.acted[request] = map[string]int{}
 }
 
 // charge acts, unless the bank honours keys and knows this one. The answer may come late, or be an error
@@ -47,9 +54,6 @@ func (b *bank) charge(ctx context.Context, request, key string, honours bool) er
 	}
 	b.mu.Lock()
 	err := ctx.Err() // who stopped waiting is not charged
-	if err == nil && b.acted[request] == nil {
-		b.acted[request] = map[string]int{}
-	}
 	if err == nil && (!honours || b.acted[request][key] == 0) {
 		b.acted[request][key]++
 	}
@@ -188,6 +192,10 @@ func (r *run) shop(ctx context.Context, random *rand.Rand) {
 // not need it any more asks again sometimes.
 func (r *run) request(ctx context.Context, client *http.Client, random *rand.Rand) {
 	number, path, key := r.requests.Add(1), pick(random, "/orders", "/charges", "/single"), idempotency.NewKey()
+	body := strconv.FormatInt(number, 10)
+	if path != "/orders" {
+		r.bank.expect(body)
+	}
 	var answers []string
 	for since, rounds := time.Now(), 1+random.IntN(2); rounds > 0; {
 		if time.Since(since) > StuckAfter {
@@ -199,7 +207,7 @@ func (r *run) request(ctx context.Context, client *http.Client, random *rand.Ran
 		for range 1 + random.IntN(2) {
 			door := random.IntN(len(r.doors))
 			copies.Go(func() {
-				answer, err := r.ask(ctx, client, door, path, key, strconv.FormatInt(number, 10))
+				answer, err := r.ask(ctx, client, door, path, key, body)
 				r.mu.Lock()
 				defer r.mu.Unlock()
 				answered = answered || err == nil
@@ -262,8 +270,13 @@ func (r *run) judgeRequests(ctx context.Context) {
 		for _, n := range keys {
 			times += n
 		}
-		if times != 1 {
+		switch {
+		case times == 0:
+			r.report.Lost++
+		case times > 1:
 			r.report.Doubled++
+		}
+		if times != 1 {
 			r.broken("the bank acted %d times for request %s: %v", times, request, keys)
 		}
 	}

@@ -100,16 +100,19 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 			return open
 		}
 	}
-	if opts.interval > 0 {
-		var err error
-		if opts.Before, err = pipeline.Shards(ctx, conn, s.Schema, nil); err != nil {
-			return nil, err
-		}
-		if !pause.For(ctx, opts.interval) {
-			return nil, ctx.Err()
-		}
+	begun := time.Now()
+	status, err := doctor.ReadStatus(ctx, conn, s.Schema, opts.StatusOptions)
+	if err != nil || opts.interval == 0 {
+		return status, err
 	}
-	return doctor.ReadStatus(ctx, conn, s.Schema, opts.StatusOptions)
+	if !pause.For(ctx, opts.interval-time.Since(begun)) {
+		return nil, ctx.Err()
+	}
+	now, err := pipeline.Shards(ctx, conn, s.Schema, nil)
+	if err == nil {
+		status.MeasureRates(now)
+	}
+	return status, err
 }
 
 // missingMax is the time limit of the brokers' answer. It is short, because the status comes from

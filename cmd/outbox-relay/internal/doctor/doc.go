@@ -2,9 +2,7 @@
 // which replica relays it ([ReadStatus]), and what is wrong or soon will be ([Server], [Rights],
 // [Topics] and the other checks, each a list of findings with a remedy).
 //
-//	before, err := pipeline.Shards(ctx, conn, schema, nil)
-//	...
-//	status, err := doctor.ReadStatus(ctx, conn, schema, doctor.StatusOptions{Before: before})
+//	status, err := doctor.ReadStatus(ctx, conn, schema, doctor.StatusOptions{})
 //	...
 //	fmt.Println(status.Well, status.Problems)
 //

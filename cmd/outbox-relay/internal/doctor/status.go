@@ -70,8 +70,6 @@ type RelayStatus struct {
 type StatusOptions struct {
 	// Relay limits the relays to one name, which is also reported if it never ran. Default: all.
 	Relay string
-	// Before is an earlier reading, from which the rate is measured. Default: no rate.
-	Before []pipeline.Progress
 	// ParkedMax is how many messages may be parked before the status is not well. Default: none.
 	ParkedMax int
 	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long
@@ -97,7 +95,7 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	}
 	s := &Status{Schema: schema, Problems: []string{}, Notes: []string{}, dead: map[string]map[string]int64{}}
 	for _, p := range all {
-		s.Relays = append(s.Relays, RelayStatus{Progress: p, RowsPerSecond: rate(opts.Before, p), Dead: map[string]int64{}, DeadExact: true})
+		s.Relays = append(s.Relays, RelayStatus{Progress: p, Dead: map[string]int64{}, DeadExact: true})
 	}
 	if err := s.readDead(ctx, db, schema); err != nil {
 		return nil, err
@@ -145,21 +143,16 @@ func ReadStatus(ctx context.Context, db operator.Querier, schema string, opts St
 	return s, nil
 }
 
-// rate is measured between two readings. A relay that is missing from the first one began at 0.
-func rate(before []pipeline.Progress, now pipeline.Progress) *float64 {
-	if len(before) == 0 {
-		return nil
-	}
-	at, published := before[0].At, int64(0)
-	for _, b := range before {
-		if b.Relay == now.Relay && b.Shard == now.Shard {
-			published = b.Published
+// MeasureRates sets the rate of each shard: of what was published between the status and now.
+func (s *Status) MeasureRates(now []pipeline.Progress) {
+	for i := range s.Relays {
+		before := &s.Relays[i]
+		for _, p := range now {
+			if p.Relay == before.Relay && p.Shard == before.Shard && p.At > before.At {
+				before.RowsPerSecond = new(float64(p.Published-before.Published) / (p.At - before.At))
+			}
 		}
 	}
-	if now.At <= at {
-		return nil
-	}
-	return new(float64(now.Published-published) / (now.At - at))
 }
 
 func (s *Status) readDead(ctx context.Context, db operator.Querier, schema string) error {

@@ -112,22 +112,21 @@ func TestEachRelayIsReported(t *testing.T) {
 const progressOf = `WITH shard AS (INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ($1, 0) RETURNING relay, shard)
 	INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, published) SELECT relay, shard, 1, 0, $2 FROM shard`
 
-// The rate is what was published since an earlier look, by the database's clock; a relay that was
-// not there then began at 0.
+// The rate is what was published since the status, by the database's clock.
 func TestRateIsMeasuredBetweenTwoLooks(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
 	exec(t, conn, progressOf, "old", 1000)
-	assert.Nil(t, readStatus(t, conn, doctor.StatusOptions{}).Relays[0].RowsPerSecond)
-
-	before, err := pipeline.Shards(t.Context(), conn, "effectonce", nil)
-	require.NoError(t, err)
+	exec(t, conn, progressOf, "new", 500)
+	status := readStatus(t, conn, doctor.StatusOptions{})
+	assert.Nil(t, status.Relays[0].RowsPerSecond)
 	var began, ended time.Time
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&began))
-	exec(t, conn, progressOf, "new", 500)
-	exec(t, conn, "UPDATE effectonce.outbox_advances SET published = published + 300 WHERE relay = 'old'")
+	exec(t, conn, "UPDATE effectonce.outbox_advances SET published = published + CASE relay WHEN 'new' THEN 500 ELSE 300 END")
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp() FROM pg_sleep(0.2)").Scan(&ended))
-	status := readStatus(t, conn, doctor.StatusOptions{Before: before})
+	now, err := pipeline.Shards(t.Context(), conn, "effectonce", nil)
+	require.NoError(t, err)
+	status.MeasureRates(now)
 	atMost := 1 / ended.Sub(began).Seconds()
 	for i, rows := range []float64{500, 300} {
 		rate := status.Relays[i].RowsPerSecond

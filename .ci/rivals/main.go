@@ -1,8 +1,7 @@
-// Command rivals drives this module and the textbook's way (a poller with SKIP LOCKED, and a consumer that inserts the
-// message's ID in the transaction of its effect) through the same faults with the same seeds, and prints what package
-// torture found, as a table in Markdown.
+// Command rivals drives this module, the textbook's way and Watermill through the same faults with the same seeds, and
+// prints what package torture found, as a table in Markdown.
 //
-//	go run ./.ci/rivals -for 1m -seeds 5
+//	go -C .ci/rivals run . -for 1m -seeds 5
 package main
 
 import (
@@ -22,6 +21,7 @@ func main() {
 	lasts := flag.Duration("for", time.Minute, "how long each run has faults")
 	seeds := flag.Uint64("seeds", 5, "how many runs, with the seeds from 1 on")
 	embedded := flag.Bool("embedded", false, "use downloaded PostgreSQL and kfake, even if there is a Docker engine")
+	only := flag.String("only", "", "run only this one")
 	verbose := flag.Bool("log", false, "write the log of the runs to stderr")
 	flag.Parse()
 	opts := torture.Options{Duration: *lasts, Embedded: *embedded, Log: io.Discard}
@@ -30,12 +30,15 @@ func main() {
 	}
 	fmt.Println("| | runs | effects | faults | lost, or missing for a minute | doubled | out of order | per million effects and hundred faults |\n|---|---|---|---|---|---|---|---|")
 	for _, rival := range []struct {
-		name     string
-		textbook bool
-	}{{"effectonce", false}, {"textbook", true}} {
+		name string
+		torture.Rival
+	}{{"effectonce", nil}, {"textbook", textbook{}}, {"Watermill", watermillRival{}}} {
+		if *only != "" && *only != rival.name {
+			continue
+		}
 		sum := torture.Report{}
 		for seed := range *seeds {
-			opts.Seed, opts.Textbook = seed+1, rival.textbook
+			opts.Seed, opts.Rival = seed+1, rival.Rival
 			report, err := torture.Run(context.Background(), opts)
 			if err != nil {
 				log.Fatal(err)

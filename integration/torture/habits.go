@@ -21,7 +21,7 @@ type event struct {
 	Version int64  // of the key
 	Habit   string // what its handler does
 	Source  string // the group that published it; empty: the shop
-	Garbage bool   // published in a part that was rolled back: no consumer may receive it
+	Garbage bool   // published in a part that was rolled back, or under another's ID: it must not be handled
 	Padding string
 }
 
@@ -81,7 +81,7 @@ func (a *attempt) publish(ctx context.Context, garbage bool) error {
 	if a.batch {
 		m.ID = a.message.PublishID(fmt.Sprint("child", garbage))
 	}
-	return outbox.Publish(ctx, a.tx, m)
+	return a.group.publish(ctx, a.tx, m)
 }
 
 var errTorture = errors.New("torture: an error")
@@ -159,7 +159,7 @@ func habits() map[string]habit {
 		"panic":       fails(1, func(context.Context, *attempt) error { panic(errTorture) }),
 		"retry_after": fails(2, func(context.Context, *attempt) error { return consumer.RetryAfter(300*time.Millisecond, errTorture) }),
 		"permanent": {do: func(ctx context.Context, a *attempt) error {
-			if a.repaired.Load() || (a.Textbook || a.config.OnFailure == consumer.OnFailureBlock) && a.number > 3 { // else it blocks for the whole run
+			if a.repaired.Load() || (a.Rival != nil || a.config.OnFailure == consumer.OnFailureBlock) && a.number > 3 { // else it blocks for the whole run
 				return a.effect(ctx)
 			}
 			return errors.Join(a.effect(ctx), consumer.Permanent(errTorture))
@@ -263,7 +263,7 @@ func nested(ctx context.Context, a *attempt) error {
 // handle does what the event asks for.
 func (a *attempt) handle(ctx context.Context) error {
 	if a.Garbage {
-		a.broken("a message of a part that was rolled back was published: %+v", a.event)
+		a.broken("a message was handled that was rolled back, or has another's ID: %+v", a.event)
 	}
 	if h, ok := a.habits[a.Habit]; ok && (a.tx != nil || !h.tx) {
 		return h.do(ctx, a)

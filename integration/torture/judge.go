@@ -24,10 +24,11 @@ const (
 )
 
 // expectedSQL has a row for each effect that should be: of each order in the groups that read it, and of
-// the children that two of them publish, in the third.
+// the children that two of them publish, in the third; but for what an operator discarded.
 const expectedSQL = `WITH expected AS (
   SELECT w.consumer, w.source, o.id, o.key, o.habit FROM public.torture_orders AS o
   CROSS JOIN (VALUES ('torture-0', ''), ('torture-1', ''), ('torture-2', 'torture-0'), ('torture-2', 'torture-1')) AS w (consumer, source)
+  WHERE NOT EXISTS (SELECT FROM public.torture_discarded AS d WHERE d.id = o.id AND (d.consumer = w.consumer AND d.source = w.source OR d.consumer = w.source))
 ) `
 
 const missingSQL = expectedSQL + `SELECT * FROM expected AS w WHERE NOT EXISTS
@@ -39,7 +40,7 @@ func (r *run) drain(ctx context.Context) {
 	moved, before := begun, 0
 	for ctx.Err() == nil {
 		for _, sql := range []string{
-			`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked'`, retryDeadSQL,
+			discardSQL + ` AND reason = 'conflict'` + discardedSQL, retryParkedSQL, retryDeadSQL,
 		} {
 			statement(sql)(ctx, r, Fault{})
 		}
@@ -106,7 +107,8 @@ func (r *run) judge(ctx context.Context) {
 			continue
 		}
 		r.report.OutOfOrder += r.none(ctx, "effect is out of the order of its key", `SELECT * FROM (
-			SELECT consumer, source, key, id, version, lag(version) OVER (PARTITION BY source, key ORDER BY seq) AS before FROM public.torture_effects WHERE consumer = $1
+			SELECT source, key, id, version, lag(version) OVER (PARTITION BY source, key ORDER BY min(seq)) AS before FROM public.torture_effects
+			WHERE consumer = $1 GROUP BY source, key, id, version
 		) AS e WHERE version < before`, g.config.Group)
 	}
 	r.judgeRequests(ctx)

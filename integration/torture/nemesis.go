@@ -3,14 +3,18 @@ package torture
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"slices"
 	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/relay"
@@ -20,14 +24,18 @@ import (
 type fault struct {
 	name string
 	fake bool // only kfake has it
-	ours bool // an operator of this module does it
 	do   func(ctx context.Context, r *run, f Fault)
 }
 
 // faults of each kind are equally likely.
 func faults() []fault {
-	return []fault{
-		{name: "kill", do: func(ctx context.Context, r *run, f Fault) { r.kill(ctx, f.Choice%len(r.replicas)) }},
+	return append([]fault{
+		{name: "kill", do: func(ctx context.Context, r *run, f Fault) {
+			i := f.Choice % len(r.replicas)
+			r.replicas[i].wire.freeze(f.side()) // it saw the rest of the world for a while
+			pause.For(ctx, f.Lasts/60)
+			r.kill(ctx, i)
+		}},
 		{name: "stop", do: func(ctx context.Context, r *run, f Fault) {
 			i := f.Choice % len(r.replicas)
 			r.replicas[i].stop()
@@ -35,7 +43,7 @@ func faults() []fault {
 		}},
 		{name: "freeze", do: func(ctx context.Context, r *run, f Fault) {
 			w := r.replicas[f.Choice%len(r.replicas)].wire
-			w.freeze()
+			w.freeze(f.side())
 			r.later(ctx, f.Lasts, w.thaw)
 		}},
 		{name: "slow", do: func(ctx context.Context, r *run, f Fault) {
@@ -47,15 +55,17 @@ func faults() []fault {
 		{name: "cut", do: func(_ context.Context, r *run, f Fault) { r.replicas[f.Choice%len(r.replicas)].wire.cut() }},
 		{name: "terminate two", do: statement(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'torture%' ORDER BY random() LIMIT 2`)},
 		{name: "terminate all", do: statement(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'torture%'`)},
-		{name: "crash of PostgreSQL", do: crash(func(r *run) *servers.Server { return &r.postgres.Server })},
+		{name: "crash of PostgreSQL", do: func(ctx context.Context, r *run, f Fault) { r.crash(ctx, f, &r.postgres.Server, nil) }},
+		{name: "promotion", fake: true, do: promotion},
 		{name: "crash of Kafka", do: func(ctx context.Context, r *run, f Fault) {
 			if r.kafka.Fake == nil {
-				crash(func(r *run) *servers.Server { return &r.kafka.Server })(ctx, r, f)
+				r.crash(ctx, f, &r.kafka.Server, nil)
 			} else {
 				r.kafka.Fake.ShufflePartitionLeaders()
 			}
 		}},
 		{name: "requests die", fake: true, do: requestsDie},
+		{name: "records refused", fake: true, do: recordsRefused},
 		{name: "members removed", do: func(ctx context.Context, r *run, f Fault) { r.removeMembers(ctx, r.groups[f.Choice%len(r.groups)]) }},
 		{name: "locked table", do: func(ctx context.Context, r *run, f Fault) {
 			tables := []string{"effectonce.parked_messages", "effectonce.consumer_positions", "effectonce.outbox_dead", "effectonce.outbox", "public.torture_effects"}
@@ -63,16 +73,36 @@ func faults() []fault {
 			r.tx(ctx, f.Lasts/4, "SET LOCAL lock_timeout = '500ms'; LOCK TABLE "+tables[f.Choice%len(tables)]+" IN "+modes[f.Choice%len(modes)]+" MODE")
 		}},
 		{name: "long transaction", do: func(ctx context.Context, r *run, f Fault) { r.tx(ctx, f.Lasts, "SELECT pg_current_xact_id()") }},
-		{name: "paused topic", ours: true, do: func(ctx context.Context, r *run, f Fault) {
+	}, operators()...)
+}
+
+// operators do things that this module has commands for.
+func operators() []fault {
+	return []fault{
+		{name: "paused topic", do: func(ctx context.Context, r *run, f Fault) {
 			topic := []string{topicOrders, topicMore, topicChild}[f.Choice%3]
 			_, err := relay.Pause(ctx, r.pool, operator(), 0, topic)
 			r.logger.Info("nemesis: pause", "error", err)
 			r.later(ctx, f.Lasts/3, func() { r.resume(ctx, topic) })
 		}},
-		{name: "killed while rows leave", ours: true, do: killedWhileRowsLeave},
-		{name: "parked retried", ours: true, do: statement(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked' AND random() < 0.3`)},
-		{name: "dead retried", ours: true, do: statement(retryDeadSQL + ` AND random() < 0.5`)},
-		{name: "rewind", ours: true, do: func(ctx context.Context, r *run, f Fault) {
+		{name: "killed while rows leave", do: killedWhileRowsLeave},
+		{name: "paused group", do: func(ctx context.Context, r *run, f Fault) {
+			of := ` consumer_group = '` + r.groups[f.Choice%len(r.groups)].name + `'`
+			statement(`INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why)
+				SELECT consumer_group, unnest(topics), 'torture', 'torture' FROM effectonce.consumers WHERE`+of+` ON CONFLICT DO NOTHING`)(ctx, r, f)
+			r.later(ctx, f.Lasts/3, func() { r.insist(ctx, `DELETE FROM effectonce.consumer_pauses WHERE`+of) })
+		}},
+		{name: "prune", do: func(ctx context.Context, r *run, _ Fault) {
+			r.pending.Go(func() {
+				claims, _ := dedup.New(dedup.Config{})
+				_, err := claims.Maintain(ctx, r.pool, dedup.MaintainOptions{Owner: "torture"})
+				r.logger.Info("nemesis: prune", "error", err)
+			})
+		}},
+		{name: "parked retried", do: statement(retryParkedSQL + ` AND random() < 0.3`)},
+		{name: "parked discarded", do: statement(discardSQL + ` AND random() < 0.1` + discardedSQL)},
+		{name: "dead retried", do: statement(retryDeadSQL + ` AND random() < 0.5`)},
+		{name: "rewind", do: func(ctx context.Context, r *run, f Fault) {
 			g := r.groups[f.Choice%len(r.groups)]
 			if g.config.Dedup != consumer.DedupByID { // without claims a rewind repeats
 				r.report.Faults--
@@ -93,8 +123,12 @@ func killedWhileRowsLeave(ctx context.Context, r *run, f Fault) {
 	r.logger.Info("nemesis: pause", "error", err)
 	pause.For(ctx, f.Lasts/6)
 	for _, p := range r.replicas {
-		if p.name == "relay" {
+		switch {
+		case p.name != "relay":
+		case f.Choice%2 == 0:
 			p.wire.slow(50 * time.Millisecond)
+		default: // what they send is not acknowledged
+			p.wire.freeze(kafkaSide)
 		}
 	}
 	r.resume(ctx, topicMore)
@@ -113,14 +147,38 @@ func (r *run) kill(ctx context.Context, i int) {
 	r.replace(ctx, i)
 }
 
+const (
+	// retryParkedSQL retries what an operator may retry: a conflict has an effect of its own then.
+	retryParkedSQL = `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked' AND reason <> 'conflict'`
+	// discardSQL discards messages, and discardedSQL notes that their effects are not expected any more.
+	discardSQL   = `WITH gone AS (DELETE FROM effectonce.parked_messages WHERE state = 'parked'`
+	discardedSQL = ` RETURNING consumer, convert_from(payload, 'UTF8')::jsonb AS event)
+		INSERT INTO public.torture_discarded SELECT c.consumer_group, event->>'Source', (event->>'ID')::bigint FROM gone JOIN effectonce.consumers AS c ON c.id = gone.consumer`
+)
+
 // retryDeadSQL hands back what is held for no reason that ends by itself.
 const retryDeadSQL = `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'held' AND reason NOT IN ('unknown_topic', 'paused', 'not_authorized')`
+
+// side is what a fault silences.
+func (f Fault) side() sides {
+	return []sides{postgresSide, kafkaSide, bothSides}[f.Choice/10%3]
+}
 
 func operator() relay.Operator { return relay.Operator{Who: "torture", Why: "torture"} }
 
 func (r *run) resume(ctx context.Context, topics ...string) {
 	for ctx.Err() == nil {
 		if _, err := relay.Resume(ctx, r.pool, operator(), topics...); err == nil {
+			return
+		}
+		pause.For(ctx, restartGap)
+	}
+}
+
+// insist executes a statement until it succeeds.
+func (r *run) insist(ctx context.Context, sql string) {
+	for ctx.Err() == nil {
+		if _, err := r.pool.Exec(ctx, sql); err == nil {
 			return
 		}
 		pause.For(ctx, restartGap)
@@ -134,39 +192,53 @@ func statement(sql string) func(context.Context, *run, Fault) {
 	}
 }
 
-// zombie freezes a process, starts another one in its place, and lets it wake up beside it.
+// zombie freezes a process, starts another one in its place, and lets it wake up beside it, or die.
 func zombie(ctx context.Context, r *run, f Fault) {
 	i := f.Choice % len(r.replicas)
 	old := r.replicas[i]
-	old.wire.freeze()
+	old.wire.freeze(f.side())
 	r.later(ctx, f.Lasts, func() {
-		old.wire.thaw()
-		pause.For(ctx, f.Lasts/4)
+		if f.Choice/100%2 == 0 {
+			old.wire.thaw()
+			pause.For(ctx, f.Lasts/4)
+		}
 		old.wire.kill()
 		old.stop()
 	})
 	r.replace(ctx, i)
 }
 
-func crash(of func(*run) *servers.Server) func(context.Context, *run, Fault) {
-	return func(ctx context.Context, r *run, f Fault) {
-		if !r.crashing.TryLock() {
-			r.report.Faults-- // one at a time: it may last for seconds
-			return
-		}
-		r.pending.Go(func() {
-			defer r.crashing.Unlock()
-			server := of(r)
-			if err := server.Kill(ctx); err != nil {
-				r.broken("kill a server: %v", err)
-				return
-			}
-			pause.For(ctx, f.Lasts/4)
-			if err := server.Restart(ctx); err != nil {
-				r.broken("start a server that was killed: %v", err)
-			}
-		})
+// crash kills a server, and starts it again behind what is done meanwhile.
+func (r *run) crash(ctx context.Context, f Fault, server *servers.Server, meanwhile func() error) {
+	if !r.crashing.TryLock() {
+		r.report.Faults-- // one at a time: it may last for seconds
+		return
 	}
+	r.pending.Go(func() {
+		defer r.crashing.Unlock()
+		err := server.Kill(ctx)
+		if err == nil && meanwhile != nil {
+			err = meanwhile()
+		}
+		pause.For(ctx, f.Lasts/4)
+		if err := errors.Join(err, server.Restart(ctx)); err != nil {
+			r.broken("kill a server and start it again: %v", err)
+		}
+	})
+}
+
+// promotion ends PostgreSQL, and starts it as a standby which has everything, and is promoted after a while:
+// until then it reads only, then it writes another timeline.
+func promotion(ctx context.Context, r *run, f Fault) {
+	var data string
+	if err := r.pool.QueryRow(ctx, `SELECT current_setting('data_directory')`).Scan(&data); err != nil {
+		r.report.Faults-- // it is down
+		return
+	}
+	r.crash(ctx, f, &r.postgres.Server, func() error {
+		r.later(ctx, f.Lasts, func() { r.insist(ctx, `SELECT pg_promote() WHERE pg_is_in_recovery()`) })
+		return os.WriteFile(filepath.Join(data, "standby.signal"), nil, 0o600)
+	})
 }
 
 // requestsDie ends the connections of the next requests of one kind.
@@ -180,6 +252,34 @@ func requestsDie(_ context.Context, r *run, f Fault) {
 		}
 		r.kafka.Fake.KeepControl()
 		return nil, errors.New("torture: the connection dies"), true
+	})
+}
+
+// recordsRefused answers what is produced for a while with an error of brokers.
+func recordsRefused(_ context.Context, r *run, f Fault) {
+	refusals := []*kerr.Error{
+		kerr.NotEnoughReplicas, kerr.TopicAuthorizationFailed, kerr.MessageTooLarge, kerr.InvalidTimestamp, kerr.InvalidRecord, kerr.PolicyViolation,
+		kerr.UnsupportedForMessageFormat, kerr.UnknownTopicOrPartition, kerr.KafkaStorageError, kerr.CorruptMessage, kerr.ClusterAuthorizationFailed,
+	}
+	over := time.Now().Add(f.Lasts / 6)
+	r.kafka.Fake.ControlKey(kmsg.Produce.Int16(), func(q kmsg.Request) (kmsg.Response, error, bool) {
+		if time.Now().After(over) {
+			return nil, nil, false
+		}
+		r.kafka.Fake.KeepControl()
+		produce := q.(*kmsg.ProduceRequest)
+		answer := produce.ResponseKind().(*kmsg.ProduceResponse)
+		for _, topic := range produce.Topics {
+			t := kmsg.NewProduceResponseTopic()
+			t.Topic, t.TopicID = topic.Topic, topic.TopicID
+			for _, partition := range topic.Partitions {
+				p := kmsg.NewProduceResponseTopicPartition()
+				p.Partition, p.ErrorCode = partition.Partition, refusals[f.Choice%len(refusals)].Code
+				t.Partitions = append(t.Partitions, p)
+			}
+			answer.Topics = append(answer.Topics, t)
+		}
+		return answer, nil, true
 	})
 }
 
@@ -199,7 +299,7 @@ func (r *run) removeMembers(ctx context.Context, g *group) {
 
 func (r *run) faultNames() (names []string) {
 	for _, f := range faults() {
-		if (!f.fake || r.kafka.Fake != nil) && (!f.ours || !r.Textbook) {
+		if !f.fake || r.kafka.Fake != nil {
 			names = append(names, f.name)
 		}
 	}
@@ -217,6 +317,9 @@ func (r *run) torment(ctx context.Context) {
 		if time.Since(begun) > r.Duration {
 			r.logger.Info("nemesis: late, the other faults are left out", "done", i)
 			return
+		}
+		if slices.Contains(r.Without, f.What) {
+			continue
 		}
 		r.logger.Info("nemesis", "fault", i, "what", f.What, "choice", f.Choice, "lasts", f.Lasts)
 		all[slices.IndexFunc(all, func(known fault) bool { return known.name == f.What })].do(ctx, r, f)

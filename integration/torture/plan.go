@@ -39,6 +39,8 @@ type GroupPlan struct {
 	Topics []string
 	child  string // the topic that it publishes to; empty: to none
 	config consumer.Config
+	// configs of the replicas: the second has other limits, as during a deployment.
+	configs [2]consumer.Config
 }
 
 // Fault is one of the nemesis. Which of several things it concerns follows from Choice.
@@ -64,10 +66,9 @@ const (
 // draw makes the plan of a seed.
 func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 	random := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // repeatable
-	p := &Plan{
-		Seed: seed, ExactlyOnce: random.IntN(2) == 0, Shards: pick[int16](random, 1, 1, 3),
-		Again: random.IntN(2) == 0, Scheduled: random.IntN(2) == 0,
-	}
+	p := &Plan{Seed: seed, ExactlyOnce: random.IntN(3) > 0, Shards: pick[int16](random, 1, 1, 3), Scheduled: random.IntN(2) == 0}
+	p.Again = random.IntN(2) == 0
+	byPosition := p.ExactlyOnce && !p.Again
 	for i := range 3 {
 		g := GroupPlan{Shape: pick(random, shapeEach, shapeEach, shapeQueued, shapeBatch), Topics: []string{topicOrders, topicMore}, child: topicChild}
 		if i == 2 {
@@ -75,8 +76,9 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 		}
 		g.config = consumer.Config{
 			Group: fmt.Sprint("torture-", i), Topics: g.Topics,
-			Order:    pick(random, consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered),
-			BatchMax: pick(random, 1, 5, 50, 500), AttemptsMax: pick(random, 3, 10), ParkShareMax: pick(random, 1, 1, 0.5),
+			Order:      pick(random, consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered),
+			OnConflict: pick(random, consumer.OnConflictPark, consumer.OnConflictDrop),
+			BatchMax:   pick(random, 1, 5, 50, 500), AttemptsMax: pick(random, 3, 10), ParkShareMax: pick(random, 1, 1, 0.5),
 			DrainMax:  pick(random, 200*time.Millisecond, 2*time.Second),
 			OnFailure: pick(random, consumer.OnFailurePark, consumer.OnFailurePark, consumer.OnFailureBlock),
 			RetryMin:  20 * time.Millisecond, RetryMax: 500 * time.Millisecond,
@@ -85,14 +87,17 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 		g.config.HandlerTimeout, g.config.StatementTimeout, g.config.IdleTimeout = patience, patience, patience*7/10
 		g.config.LockTimeout = 800 * time.Millisecond
 		switch {
+		case byPosition && random.IntN(2) == 0:
+			g.config.Dedup, g.config.Order = consumer.DedupByPosition, consumer.OrderByPartition
 		case g.config.Order != consumer.OrderByPartition:
 			g.config.Workers = 1 + random.IntN(4)
-		case random.IntN(2) == 0 && !p.Again && p.ExactlyOnce:
-			g.config.Dedup = consumer.DedupByPosition
 		case random.IntN(4) == 0:
 			g.config.Isolation = pick(random, pgx.RepeatableRead, pgx.Serializable)
 		}
 		g.config.Forever = g.config.Dedup == consumer.DedupByID && random.IntN(5) == 0
+		g.configs = [...]consumer.Config{g.config, g.config}
+		other := &g.configs[1]
+		other.BatchMax, other.AttemptsMax, other.DrainMax = pick(random, 1, 20, 500), pick(random, 2, 10), pick(random, 500*time.Millisecond, time.Second)
 		p.Groups = append(p.Groups, g)
 	}
 	gapMax := pick(random, faultGapMax, faultGapMax, 4*faultGapMax) // where faults are rare, more happens between them
@@ -108,7 +113,7 @@ func (r *run) drawHabit(random *rand.Rand, of int) string {
 		return ""
 	}
 	name := pick(random, slices.Sorted(maps.Keys(r.habits))...)
-	if r.habits[name].leaves && r.Textbook {
+	if r.habits[name].leaves && r.Rival != nil || slices.Contains(r.Without, name) {
 		return ""
 	}
 	return name

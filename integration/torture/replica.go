@@ -33,7 +33,7 @@ type replica struct {
 }
 
 // work runs one until ctx ends.
-type work func(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt) error
+type work func(ctx context.Context, p *Process) error
 
 func (r *run) startReplicas(ctx context.Context) {
 	start := func(name string, number uint64, work work) {
@@ -48,11 +48,13 @@ func (r *run) startReplicas(ctx context.Context) {
 	}
 	for i := range uint64(2) {
 		start("relay", i, r.relay)
-		start("service", 500+i, func(ctx context.Context, pool *pgxpool.Pool, _ []kgo.Opt) error {
-			return r.serve(ctx, pool, &r.doors[i])
+		start("service", 500+i, func(ctx context.Context, p *Process) error {
+			return r.serve(ctx, p.Pool, &r.doors[i])
 		})
 		for j, g := range r.groups {
-			start(g.name, uint64(10*(j+1))+i, g.consume)
+			start(g.name, uint64(10*(j+1))+i, func(ctx context.Context, p *Process) error {
+				return g.consume(ctx, p, g.configs[i])
+			})
 		}
 	}
 }
@@ -67,10 +69,11 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 	p := &replica{name: name, wire: newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), "commit", unheard), stop: stop, done: make(chan struct{})} //nolint:gosec // repeatable
 	config := r.pool.Config()
 	config.MaxConns = int32(5 + random.IntN(8))
-	config.ConnConfig.DialFunc = p.wire.dial
+	config.ConnConfig.DialFunc = p.wire.dialer(postgresSide)
 	config.ConnConfig.RuntimeParams["application_name"] = "torture " + name
-	opts := []kgo.Opt{
-		kgo.SeedBrokers(r.kafka.Brokers...), kgo.Dialer(p.wire.dial), kgo.SessionTimeout(session), kgo.HeartbeatInterval(session / 10),
+	has := &Process{Brokers: r.kafka.Brokers, Dial: p.wire.dialer(kafkaSide)}
+	has.Kafka = []kgo.Opt{
+		kgo.SeedBrokers(has.Brokers...), kgo.Dialer(has.Dial), kgo.SessionTimeout(session), kgo.HeartbeatInterval(session / 10),
 		kgo.RebalanceTimeout(session + time.Second), kgo.MetadataMinAge(100 * time.Millisecond),
 		kgo.RetryBackoffFn(func(int) time.Duration { return lookEvery * 10 }),
 	}
@@ -82,8 +85,9 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 			return
 		}
 		defer pool.Close()
+		has.Pool = pool
 		for ctx.Err() == nil {
-			if err := work(ctx, pool, opts); err != nil && ctx.Err() == nil {
+			if err := work(ctx, has); err != nil && ctx.Err() == nil {
 				r.logger.Error("replica ended", "name", name, "error", err)
 				pause.For(ctx, restartGap)
 			}
@@ -92,13 +96,12 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 	return p
 }
 
-func (g *group) consume(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt) error {
-	if g.Textbook {
-		return g.textbookConsume(ctx, pool, opts)
+func (g *group) consume(ctx context.Context, p *Process, config consumer.Config) error {
+	if g.Rival != nil {
+		return g.rivalConsumes(ctx, p)
 	}
-	config := g.config
 	config.Logger = g.logger.With("group", g.name)
-	c, err := consumer.New(pool, opts, g.handler(pool), config)
+	c, err := consumer.New(p.Pool, p.Kafka, g.handler(p.Pool), config)
 	if err != nil {
 		g.broken("%s: %v", g.name, err)
 		return err
@@ -106,15 +109,15 @@ func (g *group) consume(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt)
 	return c.Run(ctx)
 }
 
-func (r *run) relay(ctx context.Context, pool *pgxpool.Pool, opts []kgo.Opt) error {
-	if r.Textbook {
-		return r.textbookRelay(ctx, pool, opts)
+func (r *run) relay(ctx context.Context, has *Process) error {
+	if r.Rival != nil {
+		return r.Rival.Relay(ctx, has)
 	}
 	bytesMax := refusedBytes
 	if r.repaired.Load() {
 		bytesMax = 0
 	}
-	p, err := relay.New(pool, opts, relay.Config{
+	p, err := relay.New(has.Pool, has.Kafka, relay.Config{
 		RecordBytesMax: bytesMax, Lease: lease, ExactlyOnce: r.plan.ExactlyOnce, Shards: r.plan.Shards, Logger: r.logger.With("relay", "default"),
 		DrainMax: time.Second, ProgressEvery: 20 * time.Millisecond, InFlightBytesMax: 1 << 20, PageRowsMax: 200,
 	})

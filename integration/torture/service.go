@@ -2,6 +2,9 @@ package torture
 
 import (
 	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -19,6 +22,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -76,14 +80,16 @@ func (b *bank) did(request string) bool {
 
 // serve is a replica of a service whose requests carry idempotency keys: /orders places an order in the
 // transaction of its key, /charges and /single let the bank act and book that. For /single it does not honour
-// keys.
+// keys. Two receivers of webhooks, /event and /copy, get the same events.
 func (r *run) serve(ctx context.Context, pool *pgxpool.Pool, door *string) error {
 	tenant := func(*http.Request) (string, error) { return "torture", nil }
+	limits := idempotency.Config{
+		Lock: lease, StatementTimeout: time.Second, LockTimeout: 800 * time.Millisecond, IdleTimeout: 2 * lease, Logger: r.logger,
+	}
 	config := func(operation string) httpkey.Config {
-		return httpkey.Config{HandlerTimeout: 5 * time.Second, Operation: idempotency.Config{
-			Operation: operation, Lock: lease, StatementTimeout: time.Second, LockTimeout: 800 * time.Millisecond, IdleTimeout: 2 * lease,
-			Logger: r.logger.With("operation", operation),
-		}}
+		named := limits
+		named.Operation = operation
+		return httpkey.Config{HandlerTimeout: 5 * time.Second, Operation: named}
 	}
 	orders, err := httpkey.New(pool, tenant, config("orders"))
 	if err != nil {
@@ -110,6 +116,23 @@ func (r *run) serve(ctx context.Context, pool *pgxpool.Pool, door *string) error
 		}
 		mux.Handle("POST "+path, charge)
 		background.Go(func() { flow.Run(ctx) })
+	}
+	for name, sign := range receivers() {
+		received, err := webhook.New(pool, webhook.Config{
+			Sender: "torture", Name: name, Scheme: webhook.GitHub(secret), Idempotency: limits,
+		}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
+			number, err := strconv.ParseInt(string(event.Body), 10, 64)
+			if err != nil {
+				return webhook.Refuse(err)
+			}
+			_, err = tx.Exec(ctx, requestSQL, sign*number)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		mux.Handle("POST "+name, received)
+		background.Go(func() { received.Run(ctx) })
 	}
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
@@ -181,21 +204,34 @@ func (r *run) flow(operation *idempotency.Operation, honours bool) (*idempotency
 // shop sends requests, each until it is answered.
 func (r *run) shop(ctx context.Context, random *rand.Rand) {
 	network := newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), "idempotency-key", unheardHTTP) //nolint:gosec // repeatable
-	client := &http.Client{Timeout: answerMax, Transport: &http.Transport{DialContext: network.dial}}
+	client := &http.Client{Timeout: answerMax, Transport: &http.Transport{DialContext: network.dialer(bothSides)}}
 	defer client.CloseIdleConnections()
 	for pause.For(ctx, between(random, 0, writerGapMax)) {
 		r.request(context.WithoutCancel(ctx), client, random)
 	}
 }
 
-// request sends one request, sometimes twice at the same time, until there is an answer. A client that does
-// not need it any more asks again sometimes.
+// receivers of webhooks, and the sign with which they note an event.
+func receivers() map[string]int64 { return map[string]int64{"/event": 1, "/copy": -1} }
+
+const secret = "torture"
+
+// request sends one request, or one event to its receivers.
 func (r *run) request(ctx context.Context, client *http.Client, random *rand.Rand) {
-	number, path, key := r.requests.Add(1), pick(random, "/orders", "/charges", "/single"), idempotency.NewKey()
-	body := strconv.FormatInt(number, 10)
-	if path != "/orders" {
-		r.bank.expect(body)
+	number, path, key := r.requests.Add(1), pick(random, "/orders", "/charges", "/single", "/event"), idempotency.NewKey()
+	switch path {
+	case "/event":
+		r.repeat(ctx, client, random, "/copy", key, number)
+	case "/charges", "/single":
+		r.bank.expect(strconv.FormatInt(number, 10))
 	}
+	r.repeat(ctx, client, random, path, key, number)
+}
+
+// repeat sends a request, sometimes twice at the same time, until there is an answer. A client that does
+// not need it any more asks again sometimes.
+func (r *run) repeat(ctx context.Context, client *http.Client, random *rand.Rand, path, key string, number int64) {
+	body := strconv.FormatInt(number, 10)
 	var answers []string
 	for since, rounds := time.Now(), 1+random.IntN(2); rounds > 0; {
 		if time.Since(since) > StuckAfter {
@@ -227,6 +263,9 @@ func (r *run) request(ctx context.Context, client *http.Client, random *rand.Ran
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if path == "/copy" {
+		number = -number // as that receiver notes it
+	}
 	r.answered = append(r.answered, number)
 	if id, err := strconv.ParseInt(answers[0], 10, 64); err == nil && path == "/orders" {
 		r.acknowledged = append(r.acknowledged, id)
@@ -243,17 +282,26 @@ func (r *run) ask(ctx context.Context, client *http.Client, door int, path, key,
 		return "", err
 	}
 	request.Header.Set("Idempotency-Key", key)
+	if receivers()[path] != 0 {
+		mac := hmac.New(sha256.New, []byte(secret))
+		_, _ = io.WriteString(mac, body)
+		request.Header.Set("X-GitHub-Event", "push")
+		request.Header.Set("X-GitHub-Delivery", key)
+		request.Header.Set("X-Hub-Signature-256", "sha256="+hex.EncodeToString(mac.Sum(nil)))
+	}
 	response, err := client.Do(request)
 	if err != nil {
 		return "", err
 	}
 	defer func() { _ = response.Body.Close() }()
 	answer, err := io.ReadAll(response.Body)
-	if code := response.StatusCode; code != http.StatusCreated && code != http.StatusConflict && code < http.StatusInternalServerError {
+	switch code := response.StatusCode; {
+	case code == http.StatusCreated || code == http.StatusOK && receivers()[path] != 0:
+	case code == http.StatusConflict || code >= http.StatusInternalServerError:
+		err = errors.Join(err, fmt.Errorf("status %d", code))
+	default:
 		r.broken("a request to %s got status %d: %s", path, code, answer)
-	}
-	if err == nil && response.StatusCode != http.StatusCreated {
-		err = fmt.Errorf("status %d", response.StatusCode)
+		err = errors.Join(err, fmt.Errorf("status %d", code))
 	}
 	return string(answer), err
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -22,8 +23,8 @@ import (
 // tablesSQL: orders are the ledger of what was ordered, effects of what was done.
 const tablesSQL = `
 CREATE TABLE public.torture_orders (id bigint PRIMARY KEY, key text NOT NULL, version bigint NOT NULL, habit text NOT NULL);
+CREATE TABLE public.torture_discarded (consumer text NOT NULL, source text NOT NULL, id bigint NOT NULL);
 CREATE TABLE public.torture_requests (number bigint NOT NULL);
-CREATE TABLE public.torture_processed (id text NOT NULL, consumer text NOT NULL, PRIMARY KEY (id, consumer));
 CREATE TABLE public.torture_keys (key text PRIMARY KEY, version bigint NOT NULL);
 CREATE TABLE public.torture_effects (
   seq bigint GENERATED ALWAYS AS IDENTITY, consumer text NOT NULL, source text NOT NULL, id bigint NOT NULL, key text NOT NULL,
@@ -54,6 +55,11 @@ func (r *run) setUp(ctx context.Context) error {
 	}
 	if _, err := conn.Exec(ctx, `INSERT INTO public.torture_keys SELECT 'k' || n, 0 FROM generate_series(0, $1 - 1) AS n`, keysAll); err != nil {
 		return fmt.Errorf("create the keys: %w", err)
+	}
+	if r.Rival != nil {
+		if err := r.Rival.SetUp(ctx, r.pool); err != nil {
+			return fmt.Errorf("create the rival's tables: %w", err)
+		}
 	}
 	created, err := kadm.NewClient(r.client).CreateTopics(ctx, partitions, 1, nil, topicOrders, topicMore, topicChild)
 	return errors.Join(err, created.Error())
@@ -138,10 +144,11 @@ func (r *run) place(ctx context.Context, tx pgx.Tx, random *rand.Rand) (int64, e
 	if r.plan.Scheduled && random.IntN(5) == 0 {
 		m.DeliverAt = time.Now().Add(between(random, 0, scheduledMax))
 	}
-	return e.ID, outbox.Publish(ctx, tx, m)
+	return e.ID, r.publish(ctx, tx, m)
 }
 
-// publishAgain is a producer that sends records again, with everything that they have.
+// publishAgain is a producer that sends records again, with everything that they have, or with another
+// payload: the second is a conflict.
 func (r *run) publishAgain(ctx context.Context) {
 	client, err := kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumeTopics(topicOrders, topicMore, topicChild),
 		kgo.RecordPartitioner(kgo.ManualPartitioner()), kgo.FetchIsolationLevel(kgo.ReadCommitted()))
@@ -151,11 +158,24 @@ func (r *run) publishAgain(ctx context.Context) {
 	}
 	defer client.Close()
 	random := rand.New(rand.NewPCG(r.plan.Seed, 99)) //nolint:gosec // repeatable
+	// Without an order the second may be the first that is handled.
+	conflicts := !slices.ContainsFunc(r.plan.Groups, func(g GroupPlan) bool { return !g.ordered() })
 	for ctx.Err() == nil {
 		client.PollFetches(ctx).EachRecord(func(record *kgo.Record) {
-			if random.IntN(15) == 0 {
-				client.Produce(ctx, &kgo.Record{Topic: record.Topic, Partition: record.Partition, Key: record.Key, Value: record.Value, Headers: record.Headers}, nil)
+			if random.IntN(15) > 0 {
+				return
 			}
+			again := &kgo.Record{Topic: record.Topic, Partition: record.Partition, Key: record.Key, Value: record.Value, Headers: record.Headers}
+			var e event
+			err := json.Unmarshal(record.Value, &e)
+			if conflicts && !e.Garbage && random.IntN(10) == 0 {
+				e.ID, e.Garbage = -e.ID, true
+				again.Value, _ = json.Marshal(e) // no event is an error
+			}
+			if err != nil {
+				r.broken("a second producer: %v", err)
+			}
+			client.Produce(ctx, again, nil)
 		})
 	}
 }

@@ -20,6 +20,7 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -39,8 +40,13 @@ type Options struct {
 	Seed uint64
 	// Duration of the faults. Servers start before, and everything drains behind.
 	Duration time.Duration
-	// Textbook runs the poller and the consumer of articles in place of this module's.
-	Textbook bool
+	// Without are kinds of faults, and habits, that the plan has and the run leaves out. Default: none.
+	Without []string
+	// Shrink is how often a run that failed is tried without some of its faults and habits, to find those that
+	// it needs: a cut counts if one of these runs fails, too. 0: it is not shrunk.
+	Shrink int
+	// Rival runs in place of this module's relay and consumers. Default: none.
+	Rival Rival
 	// Embedded uses downloaded PostgreSQL and kfake, even if there is a Docker engine.
 	Embedded bool
 	// Log receives the plan, the faults, and what the replicas log. Default: discarded.
@@ -65,6 +71,8 @@ type Report struct {
 	Stuck      int `json:"stuck"`
 	// Problems say what is wrong, a line each; none: the promise held.
 	Problems []string `json:"problems"`
+	// Needs are the kinds of faults and the habits that are left of a run that was shrunk.
+	Needs    []string `json:"needs,omitempty"`
 	Postgres string   `json:"postgres"`
 	Kafka    string   `json:"kafka"`
 	// DrainSeconds is how long everything took to drain behind the faults.
@@ -80,6 +88,9 @@ func (r *Report) String() string {
 		r.Messages, r.Requests, r.Faults, r.DrainSeconds, r.Lost, r.Doubled, r.OutOfOrder, r.Stuck, r.Seed)
 	for _, problem := range r.Problems {
 		text += "; problem: " + problem
+	}
+	if len(r.Needs) > 0 {
+		text += "; it needs: " + strings.Join(r.Needs, ", ")
 	}
 	return text
 }
@@ -142,14 +153,23 @@ func (r *run) broken(format string, args ...any) {
 	r.report.Problems = append(r.report.Problems, fmt.Sprintf(format, args...))
 }
 
-// Run runs one torture. An error means that it could not be run; what it found is in the report.
-func Run(ctx context.Context, opts Options) (_ *Report, err error) {
+// Run runs one torture, and repeats it if it is to be shrunk. An error means that it could not be run; what it found
+// is in the report.
+func Run(ctx context.Context, opts Options) (*Report, error) {
 	if opts.Log == nil {
 		opts.Log = io.Discard
 	}
 	if opts.Progress == nil {
 		opts.Progress = func(string) {}
 	}
+	report, err := once(ctx, opts)
+	if err == nil && !report.Held() && opts.Shrink > 0 {
+		report.Needs, err = shrink(ctx, opts)
+	}
+	return report, err
+}
+
+func once(ctx context.Context, opts Options) (_ *Report, err error) {
 	r := &run{
 		Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), habits: habits(), report: Report{Seed: opts.Seed, Problems: []string{}},
 		bank: bank{acted: map[string]map[string]int{}}, rewound: map[string]int{},
@@ -161,7 +181,12 @@ func Run(ctx context.Context, opts Options) (_ *Report, err error) {
 	defer r.pool.Close()
 	defer r.client.Close()
 	r.plan = draw(opts.Seed, opts.Duration, r.faultNames())
-	r.plan.Scheduled = r.plan.Scheduled && !opts.Textbook
+	if r.Rival != nil {
+		r.plan.Scheduled = false
+		for _, f := range operators() {
+			r.Without = append(r.Without, f.name)
+		}
+	}
 	if _, err := io.WriteString(opts.Log, r.plan.String()); err != nil {
 		return nil, err
 	}

@@ -17,6 +17,7 @@ type wire struct {
 	random *rand.Rand
 	conns  map[*conn]bool
 	frozen chan struct{} // closed by thaw; nil: not frozen
+	silent sides         // what is frozen
 	lag    time.Duration // of what is sent
 	dead   bool
 	// unheard is how many of a thousand messages with this word (in lower case) are cut after they were sent,
@@ -29,21 +30,33 @@ func newWire(random *rand.Rand, word string, unheard int) *wire {
 	return &wire{random: random, conns: map[*conn]bool{}, word: []byte(word), unheard: unheard}
 }
 
+// sides are the servers at the other end.
+type sides int
+
+const (
+	postgresSide sides = 1 << iota
+	kafkaSide
+	bothSides = postgresSide | kafkaSide
+)
+
 var errDead = errors.New("torture: the process is dead")
 
-func (w *wire) dial(ctx context.Context, network, address string) (net.Conn, error) {
-	raw, err := (&net.Dialer{}).DialContext(ctx, network, address)
-	if err != nil {
-		return nil, err
+// dialer connects to the servers of a side.
+func (w *wire) dialer(side sides) func(ctx context.Context, network, address string) (net.Conn, error) {
+	return func(ctx context.Context, network, address string) (net.Conn, error) {
+		raw, err := (&net.Dialer{}).DialContext(ctx, network, address)
+		if err != nil {
+			return nil, err
+		}
+		c := &conn{Conn: raw, wire: w, side: side}
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if w.dead {
+			return nil, errors.Join(errDead, raw.Close())
+		}
+		w.conns[c] = true
+		return c, nil
 	}
-	c := &conn{Conn: raw, wire: w}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.dead {
-		return nil, errors.Join(errDead, raw.Close())
-	}
-	w.conns[c] = true
-	return c, nil
 }
 
 // kill ends every connection for good, as SIGKILL does.
@@ -68,12 +81,16 @@ func (w *wire) cut() {
 	}
 }
 
-// freeze makes the network silent until thaw, behind a read that waits already: nothing is lost, nothing
-// arrives.
-func (w *wire) freeze() {
+// freeze makes the network of some servers silent until thaw, behind a read that waits already: nothing is
+// lost, nothing arrives.
+func (w *wire) freeze(silent sides) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.frozen == nil && !w.dead {
+	if w.dead {
+		return
+	}
+	w.silent |= silent
+	if w.frozen == nil {
 		w.frozen = make(chan struct{})
 	}
 }
@@ -88,7 +105,7 @@ func (w *wire) slow(lag time.Duration) {
 func (w *wire) thaw() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.lag = 0
+	w.lag, w.silent = 0, 0
 	if w.frozen != nil {
 		close(w.frozen)
 		w.frozen = nil
@@ -117,6 +134,7 @@ type conn struct {
 	net.Conn
 
 	wire        *wire
+	side        sides
 	mu          sync.Mutex
 	read, write time.Time // deadlines
 }
@@ -128,9 +146,9 @@ const lookEvery = 2 * time.Millisecond
 func (c *conn) wait(deadline *time.Time) (lag time.Duration, err error) {
 	for {
 		c.wire.mu.Lock()
-		frozen, lag := c.wire.frozen, c.wire.lag
+		frozen, lag, silent := c.wire.frozen, c.wire.lag, c.wire.silent&c.side != 0
 		c.wire.mu.Unlock()
-		if frozen == nil {
+		if !silent {
 			return lag, nil
 		}
 		select {

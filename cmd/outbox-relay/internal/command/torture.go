@@ -41,6 +41,7 @@ The same seed gives the same plan, which the log begins with. Exit status 1 unle
 	}
 	cli.AddInt(cmd.Flags(), &minutes, "minutes", 3, 1, 1440, "how long faults happen")
 	addSeed(cmd.Flags(), &opts.Seed, "seed of the plan")
+	cli.AddInt(cmd.Flags(), &opts.Shrink, "shrink", 0, 0, 100, "repeat a failed run with fewer kinds of faults and habits: a cut counts if one of so many runs fails; 0: do not")
 	cli.AddText(cmd.Flags(), "log", plotNameMax, "write the plan, the faults and the processes' logs to this file", func(name string) (err error) {
 		opts.Log, err = os.Create(name) //nolint:gosec // of the person who asks; the end of the process closes it
 		return err

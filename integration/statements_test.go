@@ -181,12 +181,12 @@ func TestEachStatementIsAllowed(t *testing.T) {
 	checked := 0
 	for part, files := range map[string][]string{
 		"publisher": {"outbox/queries.go"},
-		"relay":     {"relay/queries.go", "relay/dead_queries.go", "relay/scheduled_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/metrics/queries.go", "cmd/outbox-relay/internal/monitor/state.go", "cmd/outbox-relay/internal/doctor/queries.go"},
+		"relay":     {"relay/queries.go", "relay/dead_queries.go", "relay/scheduled_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/metrics/queries.go", "cmd/outbox-relay/internal/monitor/state.go", "cmd/outbox-relay/internal/pipeline/queries.go", "cmd/outbox-relay/internal/doctor/queries.go"},
 		"consumer":  {"consumer/queries.go", "dedup/queries.go", "outbox/queries.go"},
 		"endpoint":  {"dedup/idempotency/queries.go"},
 		"operator": {
-			"cmd/outbox-relay/internal/doctor/queries.go", "cmd/outbox-relay/internal/held/queries.go", "cmd/outbox-relay/internal/inspect/queries.go", "cmd/outbox-relay/internal/verify/queries.go",
-			"relay/operator_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/replay/replay.go", "cmd/outbox-relay/internal/operator/operator.go", "cmd/outbox-relay/internal/keys/queries.go",
+			"cmd/outbox-relay/internal/pipeline/queries.go", "cmd/outbox-relay/internal/doctor/queries.go", "cmd/outbox-relay/internal/held/queries.go", "cmd/outbox-relay/internal/trace/queries.go",
+			"relay/operator_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/trace/replay.go", "cmd/outbox-relay/internal/operator/operator.go", "cmd/outbox-relay/internal/keys/queries.go",
 		},
 	} {
 		pool := p.as(t, part)

@@ -16,12 +16,12 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/held"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 )
 
 func newExplain(s *cli.Settings) *cobra.Command {
-	var q inspect.Question
+	var q trace.Question
 	var timeout time.Duration
 	var topic *string
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
@@ -50,8 +50,8 @@ with the error.`,
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
 			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) error {
-					found, err := inspect.Explain(ctx, conn, kafka, q)
+				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *trace.Kafka) error {
+					found, err := trace.Explain(ctx, conn, kafka, q)
 					if err != nil {
 						return err
 					}
@@ -72,7 +72,7 @@ with the error.`,
 }
 
 // withKafka runs work with what reads topics: nil without brokers.
-func withKafka(s *cli.Settings, logger *slog.Logger, work func(*inspect.Kafka) error) error {
+func withKafka(s *cli.Settings, logger *slog.Logger, work func(*trace.Kafka) error) error {
 	if len(s.Brokers) == 0 {
 		return work(nil)
 	}
@@ -81,7 +81,7 @@ func withKafka(s *cli.Settings, logger *slog.Logger, work func(*inspect.Kafka) e
 		return err
 	}
 	defer client.Close()
-	return work(&inspect.Kafka{Client: client, Options: s.KafkaOptions(logger)})
+	return work(&trace.Kafka{Client: client, Options: s.KafkaOptions(logger)})
 }
 
 // event is a line of the timeline.
@@ -92,7 +92,7 @@ type event struct {
 }
 
 // explanationText is a timeline, followed by the facts that have no time.
-func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
+func explanationText(x *trace.Explanation, kafkaGiven bool) string {
 	var text strings.Builder
 	if !x.Known {
 		terminal.Add(&text, "nothing is known of %s\n", terminal.Clip(x.Asked, errorWidth))
@@ -150,7 +150,7 @@ func kafkaErrorText(what, err string) string {
 	return terminal.Fill("%s: Kafka: %s\n", what, terminal.Clip(err, kafkaErrorWidth))
 }
 
-func events(x *inspect.Explanation) (all []event) {
+func events(x *trace.Explanation) (all []event) {
 	add := func(at time.Time, what, format string, args ...any) {
 		all = append(all, event{at, what, fmt.Sprintf(format, args...)})
 	}
@@ -178,7 +178,7 @@ func events(x *inspect.Explanation) (all []event) {
 	}
 	for i, r := range x.Records {
 		again := ""
-		if slices.ContainsFunc(x.Records[:i], func(b inspect.Record) bool { return b.Topic == r.Topic }) {
+		if slices.ContainsFunc(x.Records[:i], func(b trace.Record) bool { return b.Topic == r.Topic }) {
 			again = ", again" // in another topic it is a copy that a rule made
 		}
 		add(r.Time, "topic", "%s, key %s, message-id %s%s", r.Place, keyText(r.Key), cmp.Or(terminal.Clip(r.MessageID, errorWidth), "-"), again)
@@ -218,7 +218,7 @@ func heldText(r *held.Row) string {
 	return text + stateDetail(r)
 }
 
-func rowText(r inspect.Row) string {
+func rowText(r trace.Row) string {
 	text := fmt.Sprintf("topic %s, key %s, seq %d, %s", r.Topic, keyText(r.Key), r.Seq, sizeText(r.PayloadBytes))
 	if len(r.States) == 0 {
 		return text + "; waiting: no relay has run yet"

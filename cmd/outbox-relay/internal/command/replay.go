@@ -11,11 +11,11 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/replay"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 )
 
 func newReplay(s *cli.Settings) *cobra.Command {
-	var opts replay.Options
+	var opts trace.ReplayOptions
 	var timeout time.Duration
 	var yes bool
 	cmd := cli.Needs(&cobra.Command{
@@ -36,9 +36,9 @@ divide a replay of millions of rows by time.`,
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
 			return s.WithTables(ctx, yes, func(ctx context.Context, conn *pgx.Conn) error {
-				do, text := replay.Count, "would be published again; nothing was done: --yes publishes them"
+				do, text := trace.CountReplay, "would be published again; nothing was done: --yes publishes them"
 				if yes {
-					do, text = replay.Run, "put into the outbox again, from where relays publish them"
+					do, text = trace.Replay, "put into the outbox again, from where relays publish them"
 				}
 				rows, err := do(ctx, conn, opts)
 				if err != nil {

@@ -18,18 +18,17 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
 type statusOptions struct {
-	doctor.StatusOptions
+	pipeline.StatusOptions
 
 	interval time.Duration
 	watch    time.Duration // 0: once
@@ -70,7 +69,7 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 
 // addLagAgeMax adds the flag of commands that judge consumers.
 func addLagAgeMax(flags *pflag.FlagSet, target *time.Duration) {
-	cli.AddDuration(flags, target, "lag-age-max", doctor.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
+	cli.AddDuration(flags, target, "lag-age-max", pipeline.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
 }
 
 func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
@@ -85,7 +84,7 @@ func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io
 	})
 }
 
-func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
+func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*pipeline.Status, error) {
 	if len(s.Brokers) > 0 {
 		opts.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
 		opts.Open = func(ctx context.Context, topic string, partition int32) (open error) {
@@ -101,7 +100,7 @@ func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statu
 		}
 	}
 	begun := time.Now()
-	status, err := doctor.ReadStatus(ctx, conn, s.Schema, opts.StatusOptions)
+	status, err := pipeline.ReadStatus(ctx, conn, s.Schema, opts.StatusOptions)
 	if err != nil || opts.interval == 0 {
 		return status, err
 	}
@@ -127,7 +126,7 @@ func missingTopics(ctx context.Context, s *cli.Settings, topics []string) (absen
 	return absent, err
 }
 
-func statusText(status *doctor.Status) string {
+func statusText(status *pipeline.Status) string {
 	var text strings.Builder
 	text.WriteString(relaysText(status.Relays))
 	if status.Scheduled.Count > 0 {
@@ -150,7 +149,7 @@ func statusText(status *doctor.Status) string {
 	return text.String()
 }
 
-func scheduledText(s doctor.Scheduled) string {
+func scheduledText(s pipeline.Scheduled) string {
 	some := func(n int64, exact bool) string {
 		if exact {
 			return strconv.FormatInt(n, 10)
@@ -190,8 +189,8 @@ func bytesText(n int64) string {
 	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
 }
 
-func relaysText(all []doctor.RelayStatus) string {
-	return table(all, "relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\theld by\tlease left\tepoch", func(r doctor.RelayStatus) string {
+func relaysText(all []pipeline.RelayStatus) string {
+	return table(all, "relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\theld by\tlease left\tepoch", func(r pipeline.RelayStatus) string {
 		waiting, oldest, rate, owner, left := waitingText(r.Progress), "-", "-", "none", "-"
 		if r.OldestWaitingSeconds > 0 {
 			oldest = human.Seconds(r.OldestWaitingSeconds)
@@ -203,7 +202,7 @@ func relaysText(all []doctor.RelayStatus) string {
 			owner, left = terminal.Plain(r.Owner), human.Seconds(r.LeaseLeftSeconds)
 		}
 		return terminal.Fill("%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published,
-			doctor.ReasonsText(r.Dead, r.DeadExact), owner, left, r.Epoch)
+			pipeline.ReasonsText(r.Dead, r.DeadExact), owner, left, r.Epoch)
 	})
 }
 
@@ -215,8 +214,8 @@ func waitingText(s pipeline.Progress) string {
 	return text
 }
 
-func consumersText(all []doctor.ConsumerStatus) string {
-	return table(all, "consumer\tpartitions\thalted\tbehind\tparked\tkeys held\toldest parked", func(c doctor.ConsumerStatus) string {
+func consumersText(all []pipeline.ConsumerStatus) string {
+	return table(all, "consumer\tpartitions\thalted\tbehind\tparked\tkeys held\toldest parked", func(c pipeline.ConsumerStatus) string {
 		oldest := "-"
 		if c.OldestParkedSeconds > 0 {
 			oldest = human.Seconds(c.OldestParkedSeconds)
@@ -226,7 +225,7 @@ func consumersText(all []doctor.ConsumerStatus) string {
 			behind = human.Seconds(c.Behind.AgeSeconds)
 		}
 		return terminal.Fill("%s\t%d\t%d\t%s\t%s\t%d\t%s", consumerText(c.Name), c.Partitions, len(c.Trouble), behind,
-			doctor.ReasonsText(c.Parked, c.ParkedExact), c.HeldKeys, oldest)
+			pipeline.ReasonsText(c.Parked, c.ParkedExact), c.HeldKeys, oldest)
 	})
 }
 
@@ -251,7 +250,7 @@ func watchStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out i
 }
 
 func newPositions(s *cli.Settings) *cobra.Command {
-	var filter inspect.PositionFilter
+	var filter trace.PositionFilter
 	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "positions",
 		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
@@ -266,10 +265,10 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 			if cmd.Flags().Changed("relay") {
 				filter.Relay = &s.Relay
 			}
-			var positions *inspect.Positions
+			var positions *trace.Positions
 			return s.Read(cmd.Context(), func(ctx context.Context, conn *pgx.Conn) error {
-				err := withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) (err error) {
-					positions, err = inspect.ReadPositions(ctx, conn, kafka, s.Schema, filter)
+				err := withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *trace.Kafka) (err error) {
+					positions, err = trace.ReadPositions(ctx, conn, kafka, s.Schema, filter)
 					return err
 				})
 				if err != nil {
@@ -292,7 +291,7 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 	return cmd
 }
 
-func positionsText(p *inspect.Positions) string {
+func positionsText(p *trace.Positions) string {
 	shards := table(p.Shards, "relay\tshard\twaiting\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch", func(s pipeline.Progress) string {
 		age, owner, left := "-", "none", "-"
 		if s.TickAgeSeconds != nil {
@@ -305,7 +304,7 @@ func positionsText(p *inspect.Positions) string {
 			terminal.Plain(s.Relay), s.Shard, waitingText(s), s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
 	})
 	const columns = "group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\thalted\trequested"
-	partitions := table(p.Consumers, columns, func(c inspect.Position) string {
+	partitions := table(p.Consumers, columns, func(c trace.Position) string {
 		halted := "-"
 		if c.Trouble != "" {
 			halted = "yes"
@@ -339,7 +338,7 @@ func positionsText(p *inspect.Positions) string {
 }
 
 // holderText names the holder of a partition or, if the group has no members, the last holder.
-func holderText(c *inspect.Position) string {
+func holderText(c *trace.Position) string {
 	switch {
 	case c.Released || c.Owner == "":
 		return "none"
@@ -350,7 +349,7 @@ func holderText(c *inspect.Position) string {
 }
 
 // requestedText lists what operators requested and still applies.
-func requestedText(c *inspect.Position) string {
+func requestedText(c *trace.Position) string {
 	var requested []string
 	if c.Paused {
 		requested = append(requested, "pause")

@@ -11,13 +11,13 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 )
 
 type tailer struct {
 	*cli.Settings
-	inspect.Tail
+	trace.Tail
 	every         time.Duration
 	limit         int // 0: none
 	fromBeginning bool
@@ -96,11 +96,11 @@ func (t *tailer) follow(ctx context.Context, conn *pgx.Conn) error {
 
 // tailLine is what "tail --json" prints of a row.
 type tailLine struct {
-	inspect.TailRow
+	trace.TailRow
 	*payload // with --payload
 }
 
-func (t *tailer) show(r inspect.TailRow) (err error) {
+func (t *tailer) show(r trace.TailRow) (err error) {
 	line := tailLine{TailRow: r}
 	if t.payload {
 		line.payload = new(newPayload(r.Payload, r.PayloadBytes))

@@ -10,13 +10,12 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 )
 
 func newVerify(s *cli.Settings) *cobra.Command {
-	var opts verify.Options
+	var opts trace.VerifyOptions
 	var topic *string
 	var group *string
 	var timeout time.Duration
@@ -50,8 +49,8 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 				opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
 			}
 			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *inspect.Kafka) error {
-					report, err := verify.Run(ctx, conn, kafka, opts)
+				return withKafka(s, s.Logger(cmd.ErrOrStderr()), func(kafka *trace.Kafka) error {
+					report, err := trace.Verify(ctx, conn, kafka, opts)
 					screen.End()
 					if err != nil {
 						return err
@@ -74,7 +73,7 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 	return cmd
 }
 
-func verifyText(r *verify.Report) string {
+func verifyText(r *trace.Report) string {
 	var text strings.Builder
 	terminal.Add(&text, "relay %s: %s, %d of them published; %s in %s\n", terminal.Plain(r.Relay), human.Count(r.Rows, "row"), r.Published, human.Count(r.Records, "record"), human.Count(len(r.Topics), "topic"))
 	if r.Group != "" {
@@ -93,7 +92,7 @@ func verifyText(r *verify.Report) string {
 		}
 	}
 	for _, f := range []struct {
-		verify.Finding
+		trace.Finding
 		text string
 	}{
 		{r.Missing, "published rows are not in their topic: lost, or in a compacted topic deleted since a later record has their key"},

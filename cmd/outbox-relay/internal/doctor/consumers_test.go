@@ -16,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
@@ -39,13 +40,13 @@ func TestStatusReportsConsumers(t *testing.T) {
 	exec(t, conn, registerSQL, "billing/payments", "billing", []string{"payments"}, "7 days")
 	exec(t, conn, positionSQL, "billing", "orders", 0, "0")
 	exec(t, conn, positionSQL, "billing", "payments", 0, "0")
-	assert.True(t, readStatus(t, conn, doctor.StatusOptions{}).Well)
+	assert.True(t, readStatus(t, conn, pipeline.StatusOptions{}).Well)
 	for offset, row := range [][2]string{{"a", "failed"}, {"a", "behind"}, {"b", "failed"}, {"", "permanent"}} {
 		exec(t, conn, parkedSQL, "billing/orders", "orders", 0, offset+1, row[0], row[1])
 	}
 	exec(t, conn, `UPDATE effectonce.consumer_positions SET trouble = E'message blocks\x1b its partition\nsecond line', owner = 'host-1',
 		trouble_since = clock_timestamp() - interval '90 s' WHERE topic = 'payments'`)
-	status := readStatus(t, conn, doctor.StatusOptions{ParkedMax: 3})
+	status := readStatus(t, conn, pipeline.StatusOptions{ParkedMax: 3})
 	assert.False(t, status.Well)
 	require.Len(t, status.Problems, 2)
 	all := strings.Join(status.Problems, "\n")
@@ -58,8 +59,8 @@ func TestStatusReportsConsumers(t *testing.T) {
 	assert.Empty(t, payments.Parked)
 	require.Len(t, payments.Trouble, 1)
 	assert.Equal(t, "host-1", payments.Trouble[0].Owner)
-	assert.Len(t, readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4}).Problems, 1)
-	assert.False(t, readStatus(t, conn, doctor.StatusOptions{Relay: "default"}).Well, "OUTBOX_RELAY, as run has it, hides no consumer")
+	assert.Len(t, readStatus(t, conn, pipeline.StatusOptions{ParkedMax: 4}).Problems, 1)
+	assert.False(t, readStatus(t, conn, pipeline.StatusOptions{Relay: "default"}).Well, "OUTBOX_RELAY, as run has it, hides no consumer")
 }
 
 func consumers(t *testing.T, conn *pgx.Conn) []doctor.Finding {
@@ -121,19 +122,19 @@ func TestMisspeltTopicsAreFound(t *testing.T) {
 		"correct Topics of this consumer", "--create --topic "+misspelt)
 	require.Len(t, found, 1)
 
-	status := readStatus(t, conn, doctor.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
+	status := readStatus(t, conn, pipeline.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
 		return []string{misspelt}, nil
 	}})
 	assert.True(t, status.Well)
 	assert.Equal(t, []string{`consumer "wrong": topic ` + misspelt + ` does not exist: was it deleted, or is its name misspelt?`}, status.Notes)
 	assert.Equal(t, [][]string{{}, {misspelt}}, [][]string{status.Consuming[0].MissingTopics, status.Consuming[1].MissingTopics})
-	status = readStatus(t, conn, doctor.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
+	status = readStatus(t, conn, pipeline.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
 		return nil, errors.New("no broker answers")
 	}})
 	assert.True(t, status.Well)
 	assert.Equal(t, "no broker answers", status.KafkaError)
 	assert.Equal(t, []string{"unknown whether the topics of consumers exist: no broker answers"}, status.Notes)
-	assert.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
+	assert.Empty(t, readStatus(t, conn, pipeline.StatusOptions{}).Notes)
 }
 
 // Property: partitions that do not move are a problem; paused topics and orders that are not carried
@@ -147,11 +148,11 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 	exec(t, conn, "UPDATE effectonce.consumers SET id_rule = 'standard'")
 	exec(t, conn, positionSQL, "it's billing", "orders", 0, "0")
 	require.Equal(t, doctor.OK, only(t, check()).Severity)
-	require.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
+	require.Empty(t, readStatus(t, conn, pipeline.StatusOptions{}).Notes)
 
 	exec(t, conn, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('it''s billing', 'orders', 'ana', E'INC-12\x1b[0m')")
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET resume_at = -1, owner = 'host-1', released = false")
-	status := readStatus(t, conn, doctor.StatusOptions{})
+	status := readStatus(t, conn, pipeline.StatusOptions{})
 	assert.True(t, status.Well)
 	require.Len(t, status.Notes, 2)
 	assert.Regexp(t, `^topic orders is paused for group it's billing since \S+Z by ana \(INC-12\\x1b\[0m\): to end the pause, run "outbox-relay consumer resume --group 'it'\\''s billing' --topic orders"$`, status.Notes[0])

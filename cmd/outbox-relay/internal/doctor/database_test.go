@@ -15,6 +15,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
@@ -106,7 +107,9 @@ func TestConsumersThatAreLateAreFound(t *testing.T) {
 		('billing', 'orders', 0, 7, 'host-1', false, clock_timestamp() - interval '10 minutes', NULL, clock_timestamp()),
 		('billing', 'orders', 1, 7, 'host-1', true, clock_timestamp() - interval '2 days', clock_timestamp() - interval '20 hours', clock_timestamp()),
 		('billing', 'orders', 2, 7, 'host-1', false, clock_timestamp() - interval '2 days', clock_timestamp(), clock_timestamp())`)
-	status := func() *doctor.Status { return readStatus(t, conn, doctor.StatusOptions{LagAgeMax: 5 * time.Minute}) }
+	status := func() *pipeline.Status {
+		return readStatus(t, conn, pipeline.StatusOptions{LagAgeMax: 5 * time.Minute})
+	}
 	s := status()
 	assert.Equal(t, []string{`consumer "billing/orders": 2 partitions behind, the oldest, orders/1, for 20h; 1 of them not held by any process: ` +
 		`start a consumer of group billing, or find out why it does not get its partitions: "outbox-relay positions --group billing"`}, s.Problems)
@@ -118,8 +121,8 @@ func TestConsumersThatAreLateAreFound(t *testing.T) {
 	assert.Contains(t, status().Problems[0], "1 partition behind, the oldest, orders/1, for 20h, held by no process: start a consumer")
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET released = false")
 	assert.Contains(t, status().Problems[0], "for 20h, held by host-1: the consumer is slow, hangs or died, or a transaction")
-	assert.True(t, readStatus(t, conn, doctor.StatusOptions{LagAgeMax: 30 * time.Hour}).Well)
-	assert.True(t, readStatus(t, conn, doctor.StatusOptions{}).Well)
+	assert.True(t, readStatus(t, conn, pipeline.StatusOptions{LagAgeMax: 30 * time.Hour}).Well)
+	assert.True(t, readStatus(t, conn, pipeline.StatusOptions{}).Well)
 
 	exec(t, conn, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('billing', 'orders', 'ana', 'INC-12')")
 	assert.Empty(t, status().Problems, "an operator paused it")

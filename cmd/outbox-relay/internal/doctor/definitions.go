@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -76,7 +77,7 @@ func some(names []string) string {
 	if more := len(names) - definitionsShown; more > 0 {
 		names = append(names[:definitionsShown:definitionsShown], fmt.Sprintf("and %d more", more))
 	}
-	return oneLine(strings.Join(names, ", "))
+	return terminal.Clip(strings.Join(names, ", "), 300)
 }
 
 func readDefinitions(ctx context.Context, db operator.Querier, schema string) (stored []definition, owner string, err error) {

@@ -7,9 +7,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// KeysSQL is a statement whose plan a test checks.
-const KeysSQL = keysSQL
-
 // RoleRights lists what the doctor asks for, as PostgreSQL shows it.
 func RoleRights(schema, part string) (lines []string) {
 	needed, _ := roleRights(schema, part)

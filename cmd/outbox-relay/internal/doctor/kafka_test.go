@@ -16,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -211,7 +212,7 @@ func TestProgressTopicIsJudged(t *testing.T) {
 func TestOverdueMessagesAreFound(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
-	opts := doctor.StatusOptions{AgeMax: 2 * time.Minute}
+	opts := pipeline.StatusOptions{AgeMax: 2 * time.Minute}
 	exec(t, conn, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() + interval '1 hour', 't'), (clock_timestamp() - interval '30 s', 't')")
 	status := readStatus(t, conn, opts)
 	assert.True(t, status.Well, status.Problems)
@@ -240,7 +241,7 @@ func TestShardsThatWereNeverLeasedCount(t *testing.T) {
 	exec(t, conn, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick) VALUES ('default', 0, 1, 1, 1)`)
 	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
 		SELECT 'default', o.seq, o.id, o.topic, o.key, '{}', now(), 'refused', 'e', 'held' FROM effectonce.outbox o`)
-	status := readStatus(t, conn, doctor.StatusOptions{})
+	status := readStatus(t, conn, pipeline.StatusOptions{})
 	for shard, want := range [][]int64{{0, 100 - odd}, {odd, odd}} {
 		assert.Equal(t, want, []int64{status.Relays[shard].Waiting, status.Relays[shard].Dead["refused"]}, shard)
 	}

@@ -1,60 +1,7 @@
 package doctor
 
-// deadSQL counts each dead row in its shard, at most $2 rows of each of the relays $1.
-const deadSQL = `-- doctor.dead
-SELECT k.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
-FROM pg_catalog.unnest($1::text[]) AS k (relay) CROSS JOIN LATERAL (
-  SELECT d.shard, d.reason FROM effectonce.outbox_dead d WHERE d.relay = k.relay AND d.state IN ('held', 'behind', 'retry') LIMIT $2) d
-LEFT JOIN effectonce.outbox_relays r ON r.relay = k.relay
-GROUP BY 1, 2, 3`
-
-// pausedTopicsSQL reads every relay if $1 is empty. It counts the rows of each topic up to a bound.
-const pausedTopicsSQL = `-- doctor.paused_topics
-SELECT p.relay, p.topic, (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = p.relay AND d.topic = p.topic AND d.state IN ('held', 'behind', 'retry') LIMIT $2) bounded), p.who, p.why, p.paused_at
-FROM effectonce.outbox_paused p WHERE $1 = '' OR p.relay = $1 ORDER BY p.relay, p.topic`
-
 const deadTopicsSQL = `-- doctor.dead_topics
 SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead WHERE state IN ('held', 'behind', 'retry') LIMIT $1) bounded`
-
-const countConsumersSQL = `-- doctor.count_consumers
-SELECT (SELECT count(*) FROM effectonce.consumers), (SELECT count(*) FROM effectonce.consumer_positions)`
-
-// consumersSQL allows for several names in a group, one for each topic.
-const consumersSQL = `-- doctor.consumers
-SELECT c.name, c.consumer_group, c.topics, c.id_rule, (SELECT count(*) FROM effectonce.consumer_positions p
-  WHERE p.consumer_group = c.consumer_group AND p.topic = ANY (c.topics))
-FROM effectonce.consumers c ORDER BY c.name`
-
-const troubleSQL = `-- doctor.trouble
-SELECT c.name, p.topic, p.partition, coalesce(p.owner, ''), p.trouble, extract(epoch FROM clock_timestamp() - greatest(least(coalesce(p.trouble_since, p.updated_at), '2200-01-01'), '1970-01-01'))::float8
-FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
-WHERE p.trouble IS NOT NULL ORDER BY c.name, p.topic, p.partition LIMIT $1`
-
-// behindSQL returns, for each consumer, how many of its partitions have a position older than $1,
-// how many of those no process holds, and the oldest one. It leaves out partitions with a stored
-// cause, and topics that an operator paused: other checks report them.
-const behindSQL = `-- doctor.behind
-SELECT DISTINCT ON (b.name) b.name, b.topic, b.partition, b.owner, b.seconds, pg_catalog.count(*) OVER (PARTITION BY b.name),
-  pg_catalog.count(*) FILTER (WHERE b.owner = ''::text) OVER (PARTITION BY b.name)
-FROM (
-  SELECT c.name, p.topic, p.partition, CASE WHEN p.released THEN ''::text ELSE coalesce(p.owner, '') END AS owner,
-    extract(epoch FROM clock_timestamp() - greatest(least(coalesce(greatest(p.record_time, p.caught_up_at), p.updated_at), '2200-01-01'), '1970-01-01'))::float8 AS seconds
-  FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
-  WHERE p.trouble IS NULL AND NOT EXISTS (SELECT FROM effectonce.consumer_pauses w WHERE w.consumer_group = p.consumer_group AND w.topic = p.topic)
-) b
-WHERE b.seconds > $1::float8
-ORDER BY b.name, b.seconds DESC`
-
-// parkedSQL counts at most $1 rows of each consumer. Only the first parked row of a key is behind no
-// other: it holds the key. Rows that a consumer tries again by itself count as "retry" for two hours.
-const parkedSQL = `-- doctor.parked
-SELECT c.name, p.reason, count(*),
-  pg_catalog.count(p.key) FILTER (WHERE p.state <> 'behind'),
-  extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(p.parked_at), '2200-01-01'), '1970-01-01'))::float8
-FROM effectonce.consumers c CROSS JOIN LATERAL (
-  SELECT topic, partition, key, CASE WHEN state = 'retry' AND parked_at > clock_timestamp() - interval '2 h' THEN 'retry' ELSE reason END AS reason, state, parked_at
-  FROM effectonce.parked_messages m WHERE m.consumer = c.id LIMIT $1) p
-GROUP BY c.name, p.reason`
 
 const parkedPartitionsSQL = `-- doctor.parked_partitions
 SELECT topic, partition, count(*) FROM (SELECT topic, partition FROM effectonce.parked_messages LIMIT $1) p
@@ -134,28 +81,3 @@ SELECT * FROM (
 
 const backendSQL = `-- doctor.backend
 SELECT pg_backend_pid()`
-
-const scheduledSQL = `-- doctor.scheduled
-SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) bounded),
-  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE due_at <= (SELECT clock_timestamp()) AND refused IS NULL LIMIT $1) bounded),
-  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE refused IS NOT NULL LIMIT $1) bounded),
-  greatest(extract(epoch FROM clock_timestamp() - greatest(least(
-    (SELECT due_at FROM effectonce.outbox_scheduled WHERE refused IS NULL ORDER BY due_at LIMIT 1),
-    (SELECT due_at FROM effectonce.outbox_scheduled WHERE refused IS NOT NULL ORDER BY due_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8`
-
-// keysSQL counts at most $1 keys of each kind, and reads no keys that are finished and still within
-// their window. $2: a key is stuck if no process has worked on it since then.
-const keysSQL = `-- doctor.keys
-SELECT running.n, greatest(extract(epoch FROM clock_timestamp() - greatest(least(running.oldest, '2200-01-01'), '1970-01-01')), 0)::float8, running.stuck, running.failing, undecided.indeterminate, undecided.abandoned,
-  greatest(coalesce(extract(epoch FROM clock_timestamp() - greatest(least((
-    SELECT expires_at FROM effectonce.idempotency_keys WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0), 0)::float8
-FROM (
-  SELECT count(*) AS n, pg_catalog.min(created_at) AS oldest, count(*) FILTER (
-    WHERE due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
-    count(*) FILTER (WHERE due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
-  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due FROM effectonce.idempotency_keys
-    WHERE state OPERATOR(pg_catalog.=) 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
-) running, (
-  SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned
-  FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
-) undecided`

@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
@@ -148,7 +147,7 @@ func (m *Metrics) pending(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, 
 }
 
 func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
-	s, err := doctor.ReadScheduled(ctx, tx, m.cfg.Schema)
+	s, err := pipeline.ReadScheduled(ctx, tx, m.cfg.Schema)
 	if err != nil {
 		return nil, err
 	}
@@ -159,7 +158,7 @@ func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric
 }
 
 func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
-	k, err := doctor.ReadKeys(ctx, tx, m.cfg.Schema)
+	k, err := pipeline.ReadKeys(ctx, tx, m.cfg.Schema)
 	if err != nil {
 		return nil, err
 	}

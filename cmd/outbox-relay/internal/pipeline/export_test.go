@@ -9,3 +9,6 @@ func CountSQL(shards []Progress, limit int) (string, []any) {
 
 // CutOf is the Cut of the shards of one relay.
 func CutOf(shards []Progress) *Cut { return cutOf(shards) }
+
+// KeysSQL is a statement whose plan a test checks.
+const KeysSQL = keysSQL

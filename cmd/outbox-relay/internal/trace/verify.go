@@ -1,4 +1,4 @@
-package verify
+package trace
 
 import (
 	"context"
@@ -11,14 +11,13 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 )
 
-// Options are the options of Run.
-type Options struct {
+// VerifyOptions are the options of Verify.
+type VerifyOptions struct {
 	Schema string
 	Relay  string
 	// Group is the group whose claims are checked. Empty: none.
@@ -43,7 +42,7 @@ type Finding struct {
 	Examples []string `json:"examples"`
 }
 
-// Report is what Run found.
+// Report is what Verify found.
 type Report struct {
 	Well      bool       `json:"well"`
 	Relay     string     `json:"relay"`
@@ -102,9 +101,9 @@ type (
 )
 
 type run struct {
-	Options
+	VerifyOptions
 	db     operator.Querier
-	kafka  *inspect.Kafka
+	kafka  *Kafka
 	report *Report
 
 	cut         *pipeline.Cut
@@ -126,15 +125,15 @@ type run struct {
 
 type partition struct{ topic, partition int32 }
 
-// Run compares the outbox with the topics, and the topics with the claims. It changes nothing.
-func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Options) (_ *Report, err error) {
+// Verify compares the outbox with the topics, and the topics with the claims. It changes nothing.
+func Verify(ctx context.Context, db operator.Querier, kafka *Kafka, opts VerifyOptions) (_ *Report, err error) {
 	dir, err := os.MkdirTemp("", "outbox-relay-verify-")
 	if err != nil {
 		return nil, fmt.Errorf("create a directory for temporary files: %w: set TMPDIR to one that can be written", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	r := &run{
-		Options: opts, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
+		VerifyOptions: opts, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
 		first:  map[partition]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
 	}

@@ -1,6 +1,4 @@
-// Package replay puts rows into the outbox again that a relay has published and that are still
-// there. Every relay of the outbox then publishes them, by its own rules and in its order.
-package replay
+package trace
 
 import (
 	"context"
@@ -15,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Options select what is published again.
-type Options struct {
+// ReplayOptions select what is published again.
+type ReplayOptions struct {
 	Schema, Relay string
 	From          time.Time  // of created_at, inclusive
 	To            *time.Time // of created_at, exclusive; nil: no end
@@ -41,9 +39,9 @@ const insertSQL = `-- replay.insert
 SELECT o.id, coalesce($11::text, o.topic), o.key, o.payload, CASE WHEN $11::text IS NULL THEN o.headers ELSE o.headers - '` + record.HeaderPartition + `' END, o.created_at
 FROM chosen JOIN effectonce.outbox o USING (seq) ORDER BY o.seq`
 
-func (o *Options) in(sql string) string { return migrations.InSchema(sql, o.Schema) }
+func (o *ReplayOptions) in(sql string) string { return migrations.InSchema(sql, o.Schema) }
 
-func (o *Options) args(ctx context.Context, db operator.Querier, more ...any) ([]any, error) {
+func (o *ReplayOptions) args(ctx context.Context, db operator.Querier, more ...any) ([]any, error) {
 	cut, err := pipeline.ReadCut(ctx, db, o.Schema, o.Relay)
 	if err != nil {
 		return nil, err
@@ -51,8 +49,8 @@ func (o *Options) args(ctx context.Context, db operator.Querier, more ...any) ([
 	return cut.Args(append([]any{o.From, o.To, o.Topic, o.Relay}, more...)...), nil
 }
 
-// Count returns how many rows Run would publish again.
-func Count(ctx context.Context, db operator.DB, opts Options) (rows int64, err error) {
+// CountReplay returns how many rows Replay would publish again.
+func CountReplay(ctx context.Context, db operator.DB, opts ReplayOptions) (rows int64, err error) {
 	args, err := opts.args(ctx, db)
 	if err != nil {
 		return 0, err
@@ -63,10 +61,10 @@ func Count(ctx context.Context, db operator.DB, opts Options) (rows int64, err e
 	return rows, nil
 }
 
-// Run inserts the chosen rows into the outbox again, in their order and under their IDs, and records
+// Replay inserts the chosen rows into the outbox again, in their order and under their IDs, and records
 // who did so, in one transaction: an error means that nothing was done, unless the connection broke
 // during COMMIT. It takes until ctx ends at most, and then ends on the server, too.
-func Run(ctx context.Context, db operator.DB, opts Options) (rows int64, err error) {
+func Replay(ctx context.Context, db operator.DB, opts ReplayOptions) (rows int64, err error) {
 	err = operator.Change(ctx, db, func(tx pgx.Tx, _ time.Time) error {
 		if end, ok := ctx.Deadline(); ok { // a long statement is expected here
 			if _, err := tx.Exec(ctx, "SELECT pg_catalog.set_config('statement_timeout', $1, true)", fmt.Sprint(max(time.Until(end).Milliseconds(), 1))); err != nil {

@@ -1,4 +1,4 @@
-package inspect
+package trace
 
 import (
 	"context"

@@ -1,4 +1,4 @@
-package inspect_test
+package trace_test
 
 import (
 	"context"
@@ -17,8 +17,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -27,11 +27,11 @@ import (
 )
 
 // looks reads until nothing is behind.
-func looks(t *testing.T, tail *inspect.Tail, db operator.Querier) (seqs []int64, rows []inspect.TailRow) {
+func looks(t *testing.T, tail *trace.Tail, db operator.Querier) (seqs []int64, rows []trace.TailRow) {
 	t.Helper()
 	for behind := true; behind; {
 		var err error
-		behind, err = tail.Next(t.Context(), db, func(r inspect.TailRow) error {
+		behind, err = tail.Next(t.Context(), db, func(r trace.TailRow) error {
 			seqs, rows = append(seqs, r.Seq), append(rows, r)
 			return nil
 		})
@@ -53,7 +53,7 @@ func TestTailShowsEachRowOnce(t *testing.T) {
 	require.NoError(t, err)
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 
-	now, all := &inspect.Tail{Schema: schema}, &inspect.Tail{Schema: schema}
+	now, all := &trace.Tail{Schema: schema}, &trace.Tail{Schema: schema}
 	require.NoError(t, now.Start(t.Context(), pool, false))
 	require.NoError(t, all.Start(t.Context(), pool, true))
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
@@ -64,7 +64,7 @@ func TestTailShowsEachRowOnce(t *testing.T) {
 	assert.Equal(t, []int64{2500, 2502, 2503}, seqs[2499:])
 	require.NoError(t, late.Commit(t.Context()))
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
-	for _, tail := range []*inspect.Tail{now, all} {
+	for _, tail := range []*trace.Tail{now, all} {
 		seqs, _ = looks(t, tail, pool)
 		assert.Equal(t, []int64{2501, 2504}, seqs)
 		seqs, _ = looks(t, tail, pool)
@@ -77,14 +77,14 @@ func TestTailFilters(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), "b"
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('a', 'k', '12345'), ('b', 'k', '12345'), ('b', NULL, NULL)")
-	tail := &inspect.Tail{Schema: schema, Topic: &topic}
+	tail := &trace.Tail{Schema: schema, Topic: &topic}
 	require.NoError(t, tail.Start(t.Context(), pool, true))
 	seqs, rows := looks(t, tail, pool)
 	assert.Equal(t, []int64{2, 3}, seqs)
 	assert.Nil(t, rows[0].Payload)
 	assert.EqualValues(t, 5, *rows[0].PayloadBytes)
 	assert.Nil(t, rows[1].PayloadBytes)
-	tail = &inspect.Tail{Schema: schema, Key: human.Key("k"), PayloadMax: 3}
+	tail = &trace.Tail{Schema: schema, Key: human.Key("k"), PayloadMax: 3}
 	require.NoError(t, tail.Start(t.Context(), pool, true))
 	seqs, rows = looks(t, tail, pool)
 	assert.Equal(t, []int64{1, 2}, seqs)
@@ -104,9 +104,9 @@ func TestPositionsShowLag(t *testing.T) {
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 3)", topic)
 	exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('new', 0)")
 	exec(t, pool, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, trouble) VALUES ('none', 'no-such-topic', 0, 'why')")
-	k, p, err := kafka(t), (*inspect.Positions)(nil), error(nil)
+	k, p, err := kafka(t), (*trace.Positions)(nil), error(nil)
 	testwait.True(t, "the consumer was stopped, and has left its group", func() bool {
-		p, err = inspect.ReadPositions(t.Context(), pool, k, schema, inspect.PositionFilter{})
+		p, err = trace.ReadPositions(t.Context(), pool, k, schema, trace.PositionFilter{})
 		return err == nil && len(p.Consumers) == 2 && p.Consumers[0].Members != nil && *p.Consumers[0].Members == 0
 	})
 	require.Len(t, p.Shards, 2)
@@ -128,13 +128,13 @@ func TestPositionsShowLag(t *testing.T) {
 	deleted, err := kadm.NewClient(kafkatest.Client(t)).DeleteRecords(t.Context(), offsets)
 	require.NoError(t, err)
 	require.NoError(t, deleted.Error())
-	p, err = inspect.ReadPositions(t.Context(), pool, kafka(t), schema, inspect.PositionFilter{})
+	p, err = trace.ReadPositions(t.Context(), pool, kafka(t), schema, trace.PositionFilter{})
 	require.NoError(t, err)
 	at = p.Consumers[0]
 	assert.Equal(t, "5 6 7 1 1", fmt.Sprint(*at.NextOffset, *at.Start, *at.End, *at.Lag, *at.Deleted), "what is deleted is no lag")
 
 	group, name := "none", "new"
-	p, err = inspect.ReadPositions(t.Context(), pool, nil, schema, inspect.PositionFilter{Group: &group, Relay: &name})
+	p, err = trace.ReadPositions(t.Context(), pool, nil, schema, trace.PositionFilter{Group: &group, Relay: &name})
 	require.NoError(t, err)
 	assert.Len(t, p.Shards, 1)
 	assert.Len(t, p.Consumers, 1)
@@ -158,7 +158,7 @@ func TestPositionsWaitForTheCoordinator(t *testing.T) {
 		return answer, nil, true
 	})
 	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RequestRetries(0))
-	p, err := inspect.ReadPositions(t.Context(), pool, &inspect.Kafka{Client: client}, schema, inspect.PositionFilter{})
+	p, err := trace.ReadPositions(t.Context(), pool, &trace.Kafka{Client: client}, schema, trace.PositionFilter{})
 	require.NoError(t, err)
 	require.Len(t, p.Consumers, 1)
 	assert.NotNil(t, p.Consumers[0].Lag)
@@ -187,9 +187,9 @@ func options(t *testing.T) []kgo.Opt {
 	return []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}
 }
 
-func kafka(t *testing.T) *inspect.Kafka {
+func kafka(t *testing.T) *trace.Kafka {
 	t.Helper()
-	return &inspect.Kafka{Client: kafkatest.Client(t), Options: options(t)}
+	return &trace.Kafka{Client: kafkatest.Client(t), Options: options(t)}
 }
 
 // publish lets a relay publish what waits.
@@ -214,9 +214,9 @@ func consume(t *testing.T, pool *pgxpool.Pool, topic string, handler consumer.Ha
 	require.NoError(t, testwait.Chan(t, "the consumer's end", done))
 }
 
-func explain(t *testing.T, pool *pgxpool.Pool, k *inspect.Kafka, text string) *inspect.Explanation {
+func explain(t *testing.T, pool *pgxpool.Pool, k *trace.Kafka, text string) *trace.Explanation {
 	t.Helper()
-	found, err := inspect.Explain(t.Context(), pool, k, inspect.Question{Schema: schema, Text: text, Since: time.Hour, ScanMax: 1000})
+	found, err := trace.Explain(t.Context(), pool, k, trace.Question{Schema: schema, Text: text, Since: time.Hour, ScanMax: 1000})
 	require.NoError(t, err)
 	return found
 }

@@ -1,4 +1,4 @@
-package verify_test
+package trace_test
 
 import (
 	"context"
@@ -14,16 +14,13 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
-
-func TestMain(m *testing.M) { pgtest.Main(m) }
 
 type site struct {
 	*testing.T
@@ -99,20 +96,20 @@ func (s *site) consume(claims int, idHeaders ...string) {
 	stop()
 }
 
-func (s *site) verify(change func(*verify.Options)) *verify.Report {
+func (s *site) verify(change func(*trace.VerifyOptions)) *trace.Report {
 	s.Helper()
-	opts := verify.Options{Schema: "effectonce", Relay: "default", Examples: 3}
+	opts := trace.VerifyOptions{Schema: "effectonce", Relay: "default", Examples: 3}
 	if change != nil {
 		change(&opts)
 	}
-	report, err := verify.Run(s.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, opts)
+	report, err := trace.Verify(s.Context(), s.pool, &trace.Kafka{Client: s.client(), Options: s.options()}, opts)
 	require.NoError(s, err)
 	return report
 }
 
 func (s *site) client() *kgo.Client { return kafkatest.Client(s) }
 
-func (s *site) withGroup(o *verify.Options) { o.Group = s.group }
+func (s *site) withGroup(o *trace.VerifyOptions) { o.Group = s.group }
 
 // again produces the record of a row, as a relay does.
 func (s *site) again(seq int) {
@@ -135,14 +132,14 @@ func TestTheConsumersRuleCounts(t *testing.T) {
 	}
 	s.consume(5, "x")
 	s.drain()
-	report := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
+	report := s.verify(func(o *trace.VerifyOptions) { o.Group, o.Topics = s.group, []string{s.topic} })
 	assert.Equal(t, []int64{5, 0}, []int64{report.Claimed, report.Unclaimed.Count}, report)
 	tx, err := s.pool.Begin(t.Context())
 	require.NoError(t, err)
 	_, err = tx.Exec(t.Context(), "LOCK TABLE effectonce.parked_messages, effectonce.outbox_dead IN ACCESS EXCLUSIVE MODE")
 	require.NoError(t, err)
 	for _, text := range []string{s.topic + "/0/3", "x3"} {
-		x, err := inspect.Explain(t.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, inspect.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
+		x, err := trace.Explain(t.Context(), s.pool, &trace.Kafka{Client: s.client(), Options: s.options()}, trace.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
 		require.NoError(t, err)
 		require.Len(t, x.Claims, 1, text)
 		assert.Equal(t, "x3", x.Records[0].MessageID)
@@ -164,10 +161,10 @@ func TestMirroredTopicsAreClaimedUnderTheirSource(t *testing.T) {
 			}
 			s.consume(5)
 			s.drain()
-			report := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
+			report := s.verify(func(o *trace.VerifyOptions) { o.Group, o.Topics = s.group, []string{s.topic} })
 			assert.Equal(t, []int64{5, 0}, []int64{report.Claimed, report.Unclaimed.Count}, report)
 			for _, text := range []string{s.topic + "/0/3", "m3"} {
-				x, err := inspect.Explain(t.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, inspect.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
+				x, err := trace.Explain(t.Context(), s.pool, &trace.Kafka{Client: s.client(), Options: s.options()}, trace.Question{Schema: "effectonce", Text: text, Since: time.Hour, ScanMax: 100})
 				require.NoError(t, err)
 				require.Len(t, x.Claims, 1, text)
 				require.Len(t, x.Records, 1, text)
@@ -231,7 +228,7 @@ func TestEachFaultIsFound(t *testing.T) {
 		assert.EqualValues(t, 1, r.Duplicates.Count)
 		assert.Contains(t, r.Duplicates.Examples[0], " and again at "+s.topic+"/")
 		assert.Zero(t, r.Missing.Count+r.OutOfOrder.Count)
-		assert.True(t, s.verify(func(o *verify.Options) { o.DuplicatesAllowed = true }).Well)
+		assert.True(t, s.verify(func(o *trace.VerifyOptions) { o.DuplicatesAllowed = true }).Well)
 	})
 	t.Run("order", func(t *testing.T) {
 		t.Parallel()
@@ -272,7 +269,7 @@ func TestEachFaultIsFound(t *testing.T) {
 	})
 }
 
-func (s *site) verifyAfter(sql ...string) *verify.Report {
+func (s *site) verifyAfter(sql ...string) *trace.Report {
 	s.Helper()
 	for _, statement := range sql {
 		s.exec(statement)
@@ -321,10 +318,10 @@ func TestWindows(t *testing.T) {
 	s.exec("INSERT INTO effectonce.outbox (topic, created_at) VALUES ($1, now() - interval '2 hours'), ($1, now()), ($2, now())", s.topic, other)
 	s.exec(everythingPublished)
 	assert.EqualValues(t, 3, s.verify(nil).Missing.Count)
-	r := s.verify(func(o *verify.Options) { o.Since = time.Hour })
+	r := s.verify(func(o *trace.VerifyOptions) { o.Since = time.Hour })
 	assert.EqualValues(t, 2, r.Missing.Count)
 	assert.NotNil(t, r.Since)
-	r = s.verify(func(o *verify.Options) { o.Topics = []string{other} })
+	r = s.verify(func(o *trace.VerifyOptions) { o.Topics = []string{other} })
 	assert.EqualValues(t, 1, r.Missing.Count)
 	assert.Equal(t, []string{other}, r.Topics)
 	assert.EqualValues(t, 1, r.Rows)
@@ -338,7 +335,7 @@ type meanwhile struct {
 
 func (m meanwhile) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	switch {
-	case strings.HasPrefix(sql, "-- pipeline.shards"), strings.HasPrefix(sql, "-- verify.rows"):
+	case strings.HasPrefix(sql, "-- pipeline.shards"), strings.HasPrefix(sql, "-- trace.outbox"):
 		m.happen()
 	}
 	return m.Pool.Query(ctx, sql, args...)
@@ -356,8 +353,8 @@ func TestProgressIsReadFirst(t *testing.T) {
 		s.insert(5)
 		s.drain()
 	}}
-	opts := verify.Options{Schema: "effectonce", Relay: "default", Topics: []string{s.topic}, Examples: 3}
-	r, err := verify.Run(t.Context(), db, &inspect.Kafka{Client: s.client(), Options: s.options()}, opts)
+	opts := trace.VerifyOptions{Schema: "effectonce", Relay: "default", Topics: []string{s.topic}, Examples: 3}
+	r, err := trace.Verify(t.Context(), db, &trace.Kafka{Client: s.client(), Options: s.options()}, opts)
 	require.NoError(t, err)
 	assert.True(t, r.Well, "%+v", r)
 	assert.Equal(t, 2, happened)
@@ -369,7 +366,7 @@ func TestNothingCheckedIsNotWell(t *testing.T) {
 	t.Parallel()
 	s := newSite(t, 1)
 	s.drain()
-	unchecked := func(change func(*verify.Options)) []string {
+	unchecked := func(change func(*trace.VerifyOptions)) []string {
 		t.Helper()
 		r := s.verify(change)
 		assert.Equal(t, len(r.Unchecked) == 0, r.Well)
@@ -378,7 +375,7 @@ func TestNothingCheckedIsNotWell(t *testing.T) {
 	assert.Equal(t, []string{"no rows and no records: there was nothing to compare"}, unchecked(nil))
 	missing := kafkatest.UnusedTopic(t)
 	assert.Equal(t, []string{"topic " + missing + " does not exist: was it deleted, or is its name misspelt?", "no rows and no records of the last 1h: there was nothing to compare"},
-		unchecked(func(o *verify.Options) { o.Topics, o.Since = []string{missing}, time.Hour }))
+		unchecked(func(o *trace.VerifyOptions) { o.Topics, o.Since = []string{missing}, time.Hour }))
 	s.insert(4)
 	s.drain()
 	assert.Empty(t, unchecked(nil))
@@ -388,7 +385,7 @@ func TestNothingCheckedIsNotWell(t *testing.T) {
 	s.exec("INSERT INTO effectonce.outbox (topic) VALUES ($1)", other)
 	s.drain()
 	none := "no claims looked for: group " + s.group + " consumes none of the topics that rows name: give --topic"
-	assert.Equal(t, []string{none}, unchecked(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{other} }))
+	assert.Equal(t, []string{none}, unchecked(func(o *trace.VerifyOptions) { o.Group, o.Topics = s.group, []string{other} }))
 	s.exec("UPDATE effectonce.consumer_positions SET next_offset = 0")
 	passed := unchecked(s.withGroup)
 	require.Len(t, passed, 1)
@@ -397,7 +394,7 @@ func TestNothingCheckedIsNotWell(t *testing.T) {
 	s.exec("DELETE FROM effectonce.outbox")
 	assert.Equal(t, []string{"no rows and no records: there was nothing to compare", none}, unchecked(s.withGroup))
 
-	r := s.verify(func(o *verify.Options) { o.Since = 30 * time.Second })
+	r := s.verify(func(o *trace.VerifyOptions) { o.Since = 30 * time.Second })
 	assert.Equal(t, []string{"--since 30s is shorter than the 1m by which clocks may differ: records from up to that long before --since were read, but their rows were not"}, r.Notes)
 }
 

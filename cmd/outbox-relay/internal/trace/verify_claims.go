@@ -1,4 +1,4 @@
-package verify
+package trace
 
 import (
 	"context"
@@ -10,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
@@ -49,7 +48,7 @@ func readClaims(ctx context.Context, db operator.Querier, schema, group string) 
 	c := &claims{next: map[position]int64{}, topics: map[string]*topicClaims{}}
 	var p position
 	var next int64
-	err := operator.Each(ctx, db, fmt.Sprintf("read the positions of group %q", group), schema, positionsSQL, []any{group}, []any{&p.topic, &p.partition, &next}, func() error {
+	err := operator.Each(ctx, db, fmt.Sprintf("read the positions of group %q", group), schema, groupPositionsSQL, []any{group}, []any{&p.topic, &p.partition, &next}, func() error {
 		c.next[p] = next
 		return nil
 	})
@@ -97,7 +96,7 @@ func (r *run) claim(ctx context.Context, record *kgo.Record) error {
 	}
 	var ids []uuid.UUID
 	for _, rule := range t.rules {
-		if text, scope := inspect.Carried(record, rule); text != "" {
+		if text, scope := Carried(record, rule); text != "" {
 			ids = append(ids, dedup.MessageID(scope, []byte(text)))
 			if named := r.claims.topics[scope]; named != nil && named.alias != scope {
 				ids = append(ids, dedup.MessageID(named.alias, []byte(text)))

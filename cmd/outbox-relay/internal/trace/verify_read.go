@@ -1,4 +1,4 @@
-package verify
+package trace
 
 import (
 	"context"
@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/pipeline"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
@@ -21,8 +20,6 @@ import (
 
 const (
 	pageRows = 5000
-	// clockSlack is how much the clocks of database, relay and brokers may differ.
-	clockSlack = time.Minute
 	// progressEvery is the number of records after which progress is reported.
 	progressEvery = 10_000
 )
@@ -67,14 +64,14 @@ func (r *run) readRows(ctx context.Context) error {
 		var created time.Time
 		var headers *string
 		into := []any{&item.Seq, &item.ID, &topic, &key, &created, &headers, &item.Published}
-		err := operator.Each(ctx, r.db, "read the outbox", r.Schema, rowsSQL, r.cut.Args(last, r.report.Since, r.Topics, pageRows), into, func() (err error) {
+		err := operator.Each(ctx, r.db, "read the outbox", r.Schema, outboxSQL, r.cut.Args(last, r.report.Since, r.Topics, pageRows), into, func() (err error) {
 			n++
 			last = item.Seq
 			topic := r.TopicPrefix + topic
 			if item.Topic, err = r.number(ctx, topic); err != nil {
 				return err
 			}
-			item.Partition, item.Key, item.Created, item.Hash = partitionAsked(headers), keyHash(topic, key), created.UnixMicro(), inspect.HashOf(key)
+			item.Partition, item.Key, item.Created, item.Hash = partitionAsked(headers), keyHash(topic, key), created.UnixMicro(), HashOf(key)
 			if _, dead := slices.BinarySearch(r.unpublished, item.Seq); dead {
 				item.Published = false
 			}

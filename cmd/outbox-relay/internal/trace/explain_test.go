@@ -1,4 +1,4 @@
-package inspect_test
+package trace_test
 
 import (
 	"context"
@@ -14,9 +14,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/trace"
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -42,10 +42,10 @@ func TestExplainFollowsAMessage(t *testing.T) {
 	assert.Empty(t, x.Records)
 	publish(t, pool)
 	later := scalar[string](t, pool, insertSQL, topic)
-	assert.Equal(t, inspect.StateWaiting, explain(t, pool, nil, later).Outbox[0].States["default"])
+	assert.Equal(t, trace.StateWaiting, explain(t, pool, nil, later).Outbox[0].States["default"])
 
 	x = explain(t, pool, kafka(t), id)
-	assert.Equal(t, inspect.StatePublished, x.Outbox[0].States["default"])
+	assert.Equal(t, trace.StatePublished, x.Outbox[0].States["default"])
 	require.Len(t, x.Records, 1)
 	assert.Equal(t, topic, x.Records[0].Topic)
 	assert.Equal(t, "order-1", x.Records[0].Key.String())
@@ -67,7 +67,7 @@ func TestExplainFollowsAMessage(t *testing.T) {
 		require.Len(t, x.Children, 2)
 		assert.Equal(t, next, x.Children[0].Topic)
 		assert.Nil(t, x.Children[0].PayloadBytes)
-		assert.Equal(t, inspect.StatePublished, x.Children[1].States["default"])
+		assert.Equal(t, trace.StatePublished, x.Children[1].States["default"])
 	}
 }
 
@@ -114,13 +114,13 @@ func TestExplainStopsAtScanMax(t *testing.T) {
 	for i := range 5 {
 		require.NoError(t, kafkatest.Client(t).ProduceSync(t.Context(), &kgo.Record{Topic: topic, Headers: []kgo.RecordHeader{{Key: "id", Value: fmt.Append(nil, i)}}}).FirstErr())
 	}
-	q := inspect.Question{Schema: schema, Text: "4", Topics: []string{topic}, Since: 1 << 40, ScanMax: 4}
-	x, err := inspect.Explain(t.Context(), pool, kafka(t), q)
+	q := trace.Question{Schema: schema, Text: "4", Topics: []string{topic}, Since: 1 << 40, ScanMax: 4}
+	x, err := trace.Explain(t.Context(), pool, kafka(t), q)
 	require.NoError(t, err)
 	assert.False(t, x.Searched.Complete)
 	assert.Empty(t, x.Records)
 	q.ScanMax = 5
-	x, err = inspect.Explain(t.Context(), pool, kafka(t), q)
+	x, err = trace.Explain(t.Context(), pool, kafka(t), q)
 	require.NoError(t, err)
 	assert.True(t, x.Searched.Complete)
 	assert.Len(t, x.Records, 1)
@@ -158,7 +158,7 @@ func TestCutDecidesWhatIsPublished(t *testing.T) {
 	exec(t, pool, "UPDATE effectonce.outbox_advances SET floor = 1")
 	assert.Equal(t, "pwwww", states())
 	exec(t, pool, "UPDATE effectonce.outbox_advances SET tick = 77")
-	_, err = inspect.Explain(t.Context(), pool, nil, inspect.Question{Schema: schema, Text: ids[0]})
+	_, err = trace.Explain(t.Context(), pool, nil, trace.Question{Schema: schema, Text: ids[0]})
 	require.ErrorContains(t, err, "tick")
 }
 
@@ -201,7 +201,7 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 	produce(nil)                                                       // 6
 	limited, cancel := context.WithTimeout(t.Context(), 2*time.Second) // for copies the topic is searched to its end, which is not known yet
 	defer cancel()
-	open, err := inspect.Explain(limited, pool, kafka(t), inspect.Question{Schema: schema, Text: topic + "/0/6", Since: time.Hour, ScanMax: 1000})
+	open, err := trace.Explain(limited, pool, kafka(t), trace.Question{Schema: schema, Text: topic + "/0/6", Since: time.Hour, ScanMax: 1000})
 	require.NoError(t, err)
 	assert.Equal(t, "open", open.At.State)
 	assert.Len(t, open.Records, 1)
@@ -269,7 +269,7 @@ func TestCompactedRecords(t *testing.T) {
 		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: topic, Key: []byte(key), Value: []byte("x")}).FirstErr())
 	}
 	fake.Compact() // the last batch stays as it is
-	pool, k := pgtest.Pool(t), &inspect.Kafka{Client: client, Options: []kgo.Opt{kgo.SeedBrokers(brokers...)}}
+	pool, k := pgtest.Pool(t), &trace.Kafka{Client: client, Options: []kgo.Opt{kgo.SeedBrokers(brokers...)}}
 	for place, want := range map[string]string{
 		"/0/0": "record", "/0/1": "compacted", "/0/2": "record", "/0/3": "record", "/0/4": "beyond_end",
 	} {
@@ -309,7 +309,7 @@ func TestExplainFollowsARequest(t *testing.T) {
 	assert.Equal(t, []string{key.Value, keys.Running}, []string{x.Requests[0].Key, x.Requests[0].State})
 	require.Len(t, x.Outbox, 1)
 	assert.Equal(t, id, x.Outbox[0].ID)
-	assert.Equal(t, inspect.StatePublished, x.Outbox[0].States["default"])
+	assert.Equal(t, trace.StatePublished, x.Outbox[0].States["default"])
 	require.Len(t, x.Records, 1)
 	assert.Equal(t, id.String(), x.Records[0].MessageID)
 	assert.Len(t, x.Claims, 1)

@@ -71,7 +71,8 @@ func (r *run) drain(ctx context.Context) {
 func (r *run) watch(ctx context.Context) {
 	last, back := map[string]int64{}, map[string]int{}
 	for pause.For(ctx, restartGap) {
-		rows, _ := r.pool.Query(ctx, `SELECT consumer_group, consumer_group || ' ' || topic || '/' || partition, next_offset FROM effectonce.consumer_positions WHERE next_offset IS NOT NULL`)
+		rows, _ := r.pool.Query(ctx, `SELECT consumer_group, consumer_group || ' ' || topic || '/' || partition, next_offset FROM effectonce.consumer_positions
+			WHERE next_offset IS NOT NULL AND NOT pg_is_in_recovery()`) // a standby shows the past until it has replayed everything
 		var group, place string
 		var next int64
 		_, _ = pgx.ForEachRow(rows, []any{&group, &place, &next}, func() error { // a server that is down is asked again

@@ -127,8 +127,8 @@ func killedWhileRowsLeave(ctx context.Context, r *run, f Fault) {
 		case p.name != "relay":
 		case f.Choice%2 == 0:
 			p.wire.slow(50 * time.Millisecond)
-		default: // what they send is not acknowledged
-			p.wire.freeze(kafkaSide)
+		default: // what they send to a broker is not acknowledged
+			p.wire.freeze(brokerSide(f.Choice / 2 % 3))
 		}
 	}
 	r.resume(ctx, topicMore)
@@ -159,9 +159,9 @@ const (
 // retryDeadSQL hands back what is held for no reason that ends by itself.
 const retryDeadSQL = `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'held' AND reason NOT IN ('unknown_topic', 'paused', 'not_authorized')`
 
-// side is what a fault silences.
+// side is what a fault silences: a broker, all of them, PostgreSQL, or everything.
 func (f Fault) side() sides {
-	return []sides{postgresSide, kafkaSide, bothSides}[f.Choice/10%3]
+	return []sides{brokerSide(f.Choice / 50 % 3), kafkaSide, postgresSide, bothSides}[f.Choice/10%4]
 }
 
 func operator() relay.Operator { return relay.Operator{Who: "torture", Why: "torture"} }

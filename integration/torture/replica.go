@@ -69,9 +69,9 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 	p := &replica{name: name, wire: newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), "commit", unheard), stop: stop, done: make(chan struct{})} //nolint:gosec // repeatable
 	config := r.pool.Config()
 	config.MaxConns = int32(5 + random.IntN(8))
-	config.ConnConfig.DialFunc = p.wire.dialer(postgresSide)
+	config.ConnConfig.DialFunc = p.wire.dialer()
 	config.ConnConfig.RuntimeParams["application_name"] = "torture " + name
-	has := &Process{Brokers: r.kafka.Brokers, Dial: p.wire.dialer(kafkaSide)}
+	has := &Process{Brokers: r.kafka.Brokers, Dial: p.wire.dialer(r.kafka.Brokers...)}
 	has.Kafka = []kgo.Opt{
 		kgo.SeedBrokers(has.Brokers...), kgo.Dialer(has.Dial), kgo.SessionTimeout(session), kgo.HeartbeatInterval(session / 10),
 		kgo.RebalanceTimeout(session + time.Second), kgo.MetadataMinAge(100 * time.Millisecond),

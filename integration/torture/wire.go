@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"time"
 )
@@ -34,16 +35,22 @@ func newWire(random *rand.Rand, word string, unheard int) *wire {
 type sides int
 
 const (
-	postgresSide sides = 1 << iota
-	kafkaSide
-	bothSides = postgresSide | kafkaSide
+	postgresSide sides = 1
+	kafkaSide          = ^postgresSide // every broker; each has a bit of its own
+	bothSides          = postgresSide | kafkaSide
 )
+
+func brokerSide(n int) sides { return postgresSide << (1 + n) }
 
 var errDead = errors.New("torture: the process is dead")
 
-// dialer connects to the servers of a side.
-func (w *wire) dialer(side sides) func(ctx context.Context, network, address string) (net.Conn, error) {
+// dialer connects to PostgreSQL or, if their addresses are given, to brokers.
+func (w *wire) dialer(brokers ...string) func(ctx context.Context, network, address string) (net.Conn, error) {
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
+		side := postgresSide
+		if len(brokers) > 0 {
+			side = brokerSide(max(0, slices.Index(brokers, address)))
+		}
 		raw, err := (&net.Dialer{}).DialContext(ctx, network, address)
 		if err != nil {
 			return nil, err

@@ -35,8 +35,8 @@ const (
 	directory = ".ci/mutants"
 )
 
-// seeds draw: exactly once and by position, with rows that leave; for later, records again with conflicts; three shards; blocks.
-var seeds = []int{43, 9, 28, 13, 50}
+// seeds draw, in turn: by position; at least once with messages for later and conflicts; three shards; at least once; keys that are parked.
+var seeds = []int{43, 9, 28, 13, 7}
 
 func main() {
 	log.SetFlags(0)

@@ -100,7 +100,7 @@ func operators() []fault {
 			})
 		}},
 		{name: "parked retried", do: statement(retryParkedSQL + ` AND random() < 0.3`)},
-		{name: "parked discarded", do: statement(discardSQL + ` AND random() < 0.1` + discardedSQL)},
+		{name: "parked discarded", do: statement(discardSQL + ` AND (reason = 'conflict' OR random() < 0.1)` + discardedSQL)},
 		{name: "dead retried", do: statement(retryDeadSQL + ` AND random() < 0.5`)},
 		{name: "rewind", do: func(ctx context.Context, r *run, f Fault) {
 			g := r.groups[f.Choice%len(r.groups)]
@@ -119,7 +119,7 @@ func operators() []fault {
 
 // killedWhileRowsLeave pauses and resumes a topic, and kills the relays while its rows leave outbox_dead.
 func killedWhileRowsLeave(ctx context.Context, r *run, f Fault) {
-	_, err := relay.Pause(ctx, r.pool, operator(), 0, topicMore)
+	_, err := relay.Pause(ctx, r.pool, operator(), lease, topicMore) // they have seen it then
 	r.logger.Info("nemesis: pause", "error", err)
 	pause.For(ctx, f.Lasts/6)
 	for _, p := range r.replicas {

@@ -168,7 +168,7 @@ func (r *run) publishAgain(ctx context.Context) {
 			again := &kgo.Record{Topic: record.Topic, Partition: record.Partition, Key: record.Key, Value: record.Value, Headers: record.Headers}
 			var e event
 			err := json.Unmarshal(record.Value, &e)
-			if conflicts && !e.Garbage && random.IntN(10) == 0 {
+			if conflicts && !e.Garbage && random.IntN(20) == 0 {
 				e.ID, e.Garbage = -e.ID, true
 				again.Value, _ = json.Marshal(e) // no event is an error
 			}

@@ -2,8 +2,9 @@
 //
 // A seed draws a plan: three consumer groups of any shape, order and failure policy (two publish into
 // one topic that the third reads), a relay and an HTTP service of two replicas each, and faults with their
-// times. Clients send requests under idempotency keys until each is answered: an order, or a charge by a
-// bank, whose answers are late or lost. Writers place orders, and say for most of them nothing and for some a habit: something that people write in handlers,
+// times, some of them things that operators do. Clients send requests under idempotency keys until each is
+// answered: an order, an event for two receivers of webhooks, or a charge by a bank, whose answers are late or
+// lost. Writers place orders, and say for most of them nothing and for some a habit: something that people write in handlers,
 // from the errors that everybody has to roles, savepoints and sessions that are left behind. Then the
 // faults end, and everything has to drain. The judge reads the tables with plain SQL: each acknowledged
 // order has one effect in each group, with all its children, in the order of its key; each request happened

@@ -178,6 +178,12 @@ func TestStopDoesNotCancelCommit(t *testing.T) {
 
 	h.exec(`ALTER SYSTEM SET synchronous_standby_names = 'missing'`)
 	h.exec(`SELECT pg_reload_conf()`)
+	h.wait("commits wait, once the server has read its configuration", func() bool {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := h.pool.Exec(ctx, `SELECT pg_logical_emit_message(true, 'test', '')`)
+		return err != nil
+	})
 	waiting := `SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND query ILIKE 'commit%'` // statements of the engine by themselves wait, too
 	h.produceAs("b", "b")
 	h.wait("a commit that waits for the standby", func() bool { return h.number(waiting) > 0 })

@@ -59,6 +59,7 @@ func TestRequestsThatNobodyEnds(t *testing.T) {
 		}
 		says(t, f, doctor.Warn, c.want, c.remedy)
 	}
+	exec(t, conn, "TRUNCATE effectonce.idempotency_keys")
 	exec(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) SELECT 't', 'charge', n::text, sha256('x'), 'abandoned' FROM generate_series(1, 10010) n`)
 	says(t, about(doctor.IdempotencyKeys(t.Context(), conn, "effectonce"), "keys")[0], doctor.Warn, "10000 or more requests", "--state abandoned")
 }

@@ -15,6 +15,7 @@
 package torture
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -72,8 +73,8 @@ type Report struct {
 	Stuck      int `json:"stuck"`
 	// Problems say what is wrong, a line each; none: the promise held.
 	Problems []string `json:"problems"`
-	// Needs are the kinds of faults and the habits that are left of a run that was shrunk.
-	Needs    []string `json:"needs,omitempty"`
+	// Needs are the kinds of faults and the habits that are left of a run that was shrunk; null: it was not.
+	Needs    []string `json:"needs"`
 	Postgres string   `json:"postgres"`
 	Kafka    string   `json:"kafka"`
 	// DrainSeconds is how long everything took to drain behind the faults.
@@ -90,8 +91,8 @@ func (r *Report) String() string {
 	for _, problem := range r.Problems {
 		text += "; problem: " + problem
 	}
-	if len(r.Needs) > 0 {
-		text += "; it needs: " + strings.Join(r.Needs, ", ")
+	if r.Needs != nil {
+		text += "; it needs: " + cmp.Or(strings.Join(r.Needs, ", "), "no fault and no habit")
 	}
 	return text
 }

@@ -153,27 +153,22 @@ func (k known) begin() decision {
 		d = k.outOf(fmt.Errorf("%s/%d ends at offset %d, but the group committed %d, and no position is stored: what was handled is not known",
 			k.topic, k.partition, k.log.end, k.log.committed.offset))
 	case k.log.committed.offset > k.log.end:
-	case origin == commitOurs && k.beganBefore(k.log.committed.offset):
-		// Kafka's offset was committed after a transaction that stored a position: a failover of
-		// the database lost that transaction.
-		if *k.row.handledFrom < k.log.first {
-			d = k.deleted(*k.row.handledFrom)
-			break
-		}
-		d.at = *k.row.handledFrom
-		d.why = "the database lost its first commits: resumes where the partition began"
-	case k.log.committed.offset < k.log.first:
-		d = k.deleted(k.log.committed.offset)
 	default:
 		at := k.log.committed.offset
-		d.at, d.next, d.why = at, &at, "no position is stored: Kafka's offset counts"
+		d.next, d.why = &at, "no position is stored: Kafka's offset counts"
+		began := k.row.handledFrom // nil: unknown
+		if k.recreated() {
+			began = new(int64)
+		}
+		if origin == commitOurs && began != nil && *began < at {
+			// Kafka's offset was committed after a transaction that stored a position: a failover lost that transaction.
+			at, d.next, d.why = *began, nil, "the database lost its first commits: resumes where the partition began"
+		}
+		if d.at = at; at < k.log.first {
+			d = k.deleted(at)
+		}
 	}
 	return d
-}
-
-// beganBefore reports whether, by its row, the partition was acquired and began before an offset.
-func (k known) beganBefore(offset int64) bool {
-	return !k.recreated() && k.row.held && k.row.handledFrom != nil && *k.row.handledFrom < offset
 }
 
 // resume decides for a partition with a position.

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -55,11 +56,16 @@ func faults() []fault {
 		{name: "cut", do: func(_ context.Context, r *run, f Fault) { r.replicas[f.Choice%len(r.replicas)].wire.cut() }},
 		{name: "terminate two", do: statement(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'torture%' ORDER BY random() LIMIT 2`)},
 		{name: "terminate all", do: statement(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'torture%'`)},
-		{name: "crash of PostgreSQL", do: func(ctx context.Context, r *run, f Fault) { r.crash(ctx, f, &r.postgres.Server, nil) }},
+		{name: "crash of PostgreSQL", do: func(ctx context.Context, r *run, f Fault) {
+			r.crash(ctx, crash{server: &r.postgres.Server, behind: f.Lasts / 4})
+		}},
 		{name: "promotion", fake: true, do: promotion},
+		{name: "lost commits", fake: true, do: lostCommits},
+		{name: "trouble of PostgreSQL", do: trouble},
+		{name: "retention", do: retention},
 		{name: "crash of Kafka", do: func(ctx context.Context, r *run, f Fault) {
 			if r.kafka.Fake == nil {
-				r.crash(ctx, f, &r.kafka.Server, nil)
+				r.crash(ctx, crash{server: &r.kafka.Server, behind: f.Lasts / 4})
 			} else {
 				r.kafka.Fake.ShufflePartitionLeaders()
 			}
@@ -86,6 +92,7 @@ func operators() []fault {
 			r.later(ctx, f.Lasts/3, func() { r.resume(ctx, topic) })
 		}},
 		{name: "killed while rows leave", do: killedWhileRowsLeave},
+		{name: "restarted topic", do: restartTopic},
 		{name: "paused group", do: func(ctx context.Context, r *run, f Fault) {
 			of := ` consumer_group = '` + r.groups[f.Choice%len(r.groups)].name + `'`
 			statement(`INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why)
@@ -104,7 +111,7 @@ func operators() []fault {
 		{name: "dead retried", do: statement(retryDeadSQL + ` AND random() < 0.5`)},
 		{name: "rewind", do: func(ctx context.Context, r *run, f Fault) {
 			g := r.groups[f.Choice%len(r.groups)]
-			if g.config.Dedup != consumer.DedupByID { // without claims a rewind repeats
+			if g.config.Dedup != consumer.DedupByID || r.plan.Retention { // without claims a rewind repeats; what is deleted cannot be read again
 				r.report.Faults--
 			} else {
 				r.mu.Lock()
@@ -167,6 +174,8 @@ func (f Fault) side() sides {
 func operator() relay.Operator { return relay.Operator{Who: "torture", Why: "torture"} }
 
 func (r *run) resume(ctx context.Context, topics ...string) {
+	r.restarting.RLock()
+	defer r.restarting.RUnlock()
 	for ctx.Err() == nil {
 		if _, err := relay.Resume(ctx, r.pool, operator(), topics...); err == nil {
 			return
@@ -208,21 +217,31 @@ func zombie(ctx context.Context, r *run, f Fault) {
 	r.replace(ctx, i)
 }
 
-// crash kills a server, and starts it again behind what is done meanwhile.
-func (r *run) crash(ctx context.Context, f Fault, server *servers.Server, meanwhile func() error) {
+// crash kills a server after a while, does something, and starts it again after another while.
+type crash struct {
+	server         *servers.Server
+	before, behind time.Duration
+	meanwhile      func() error // nil: nothing
+}
+
+// crash carries out crashes, one behind the other.
+func (r *run) crash(ctx context.Context, crashes ...crash) {
 	if !r.crashing.TryLock() {
 		r.report.Faults-- // one at a time: it may last for seconds
 		return
 	}
 	r.pending.Go(func() {
 		defer r.crashing.Unlock()
-		err := server.Kill(ctx)
-		if err == nil && meanwhile != nil {
-			err = meanwhile()
-		}
-		pause.For(ctx, f.Lasts/4)
-		if err := errors.Join(err, server.Restart(ctx)); err != nil {
-			r.broken("kill a server and start it again: %v", err)
+		for _, c := range crashes {
+			pause.For(ctx, c.before)
+			err := c.server.Kill(ctx)
+			if err == nil && c.meanwhile != nil {
+				err = c.meanwhile()
+			}
+			pause.For(ctx, c.behind)
+			if err := errors.Join(err, c.server.Restart(ctx)); err != nil {
+				r.broken("kill a server and start it again: %v", err)
+			}
 		}
 	})
 }
@@ -230,15 +249,22 @@ func (r *run) crash(ctx context.Context, f Fault, server *servers.Server, meanwh
 // promotion ends PostgreSQL, and starts it as a standby which has everything, and is promoted after a while:
 // until then it reads only, then it writes another timeline.
 func promotion(ctx context.Context, r *run, f Fault) {
-	var data string
-	if err := r.pool.QueryRow(ctx, `SELECT current_setting('data_directory')`).Scan(&data); err != nil {
-		r.report.Faults-- // it is down
-		return
-	}
-	r.crash(ctx, f, &r.postgres.Server, func() error {
-		r.later(ctx, f.Lasts, func() { r.insist(ctx, `SELECT pg_promote() WHERE pg_is_in_recovery()`) })
-		return os.WriteFile(filepath.Join(data, "standby.signal"), nil, 0o600)
-	})
+	r.crash(ctx, crash{server: &r.postgres.Server, behind: f.Lasts / 4, meanwhile: func() error { return r.standBy(ctx, f) }})
+}
+
+// standBy makes PostgreSQL start as a standby, which is promoted after a while.
+func (r *run) standBy(ctx context.Context, f Fault) error {
+	r.later(ctx, f.Lasts, func() { r.insist(ctx, `SELECT pg_promote() WHERE pg_is_in_recovery()`) })
+	return os.WriteFile(filepath.Join(r.data, "standby.signal"), nil, 0o600)
+}
+
+// trouble lets PostgreSQL refuse to write a table for a while, as it does without disk or memory.
+func trouble(ctx context.Context, r *run, f Fault) {
+	states := []string{"53100", "53200", "58030", "XX000", "55P03", "40001"}
+	tables := strings.Split(troubled, ",")
+	_, table, _ := strings.Cut(tables[f.Choice%len(tables)], ".")
+	_, err := r.pool.Exec(ctx, `INSERT INTO public.torture_trouble VALUES ($1, $2, clock_timestamp() + $3)`, table, states[f.Choice/10%len(states)], f.Lasts/6)
+	r.logger.Info("nemesis: trouble", "table", table, "error", err)
 }
 
 // requestsDie ends the connections of the next requests of one kind.
@@ -341,6 +367,7 @@ func (r *run) heal(ctx context.Context) {
 		p.wire.heal()
 	}
 	r.resume(ctx, topicOrders, topicMore, topicChild)
+	r.insist(ctx, `DELETE FROM effectonce.consumer_pauses`) // a promotion that lost the end of a pause brought it back
 	for _, g := range r.groups {
 		if r.kafka.Fake != nil {
 			// It keeps a member for ever whose connection ended while it waited for the others of a rebalance: it starts

@@ -29,6 +29,8 @@ type Plan struct {
 	Shards      int16
 	Again       bool // records are produced again, with their headers
 	Scheduled   bool // some messages have a DeliverAt, so that order ends
+	Flooded     bool // thousands of orders are placed at once
+	Retention   bool // records are deleted as soon as all groups have passed them: commits are not lost then
 	Groups      []GroupPlan
 	Faults      []Fault
 }
@@ -100,7 +102,11 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 		other.BatchMax, other.AttemptsMax, other.DrainMax = pick(random, 1, 20, 500), pick(random, 2, 10), pick(random, 500*time.Millisecond, time.Second)
 		p.Groups = append(p.Groups, g)
 	}
+	p.Flooded, p.Retention = random.IntN(3) == 0, random.IntN(3) == 0
 	gapMax := pick(random, faultGapMax, faultGapMax, 4*faultGapMax) // where faults are rare, more happens between them
+	if p.Flooded {
+		gapMax = 4 * faultGapMax
+	}
 	for at := faultGapMax; at < duration; at += between(random, faultGapMin, gapMax) {
 		p.Faults = append(p.Faults, Fault{at, pick(random, faults...), random.IntN(1 << 16), between(random, 0, faultLastsMax)})
 	}
@@ -129,7 +135,8 @@ func between(random *rand.Rand, low, high time.Duration) time.Duration {
 func (p *Plan) String() string {
 	var text strings.Builder
 	say := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
-	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v\n", p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled)
+	say("seed %d: relay exactly once %v, %d shards; records again %v, scheduled %v, flooded %v, retention %v\n",
+		p.Seed, p.ExactlyOnce, p.Shards, p.Again, p.Scheduled, p.Flooded, p.Retention)
 	for _, g := range p.Groups {
 		c := g.config
 		say("%s: %s, order %v, workers %d, batch %d, isolation %q, dedup %v, forever %v, attempts %d, share %v, failure %v, drain %v, timeout %v\n",

@@ -2,6 +2,7 @@ package torture
 
 import (
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -39,7 +41,24 @@ CREATE FUNCTION public.torture_terminate() RETURNS trigger LANGUAGE plpgsql AS
   'BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END';
 CREATE CONSTRAINT TRIGGER terminate AFTER INSERT ON public.torture_terminators DEFERRABLE INITIALLY DEFERRED
   FOR EACH ROW EXECUTE FUNCTION public.torture_terminate();
-CREATE ROLE torture_tenant`
+CREATE ROLE torture_tenant;
+CREATE TABLE public.torture_trouble (name text NOT NULL, sqlstate text NOT NULL, over timestamptz NOT NULL);
+CREATE FUNCTION public.torture_refuse() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+DECLARE state text := (SELECT sqlstate FROM public.torture_trouble WHERE name = TG_TABLE_NAME AND over > clock_timestamp() LIMIT 1);
+BEGIN
+  IF state IS NOT NULL THEN
+    RAISE EXCEPTION 'torture: trouble with %', TG_TABLE_NAME USING ERRCODE = state;
+  END IF;
+  RETURN NULL;
+END$$;
+DO $$DECLARE refused text; BEGIN
+  FOREACH refused IN ARRAY '{` + troubled + `}'::text[] LOOP
+    EXECUTE 'CREATE TRIGGER trouble BEFORE INSERT OR UPDATE ON ' || refused || ' EXECUTE FUNCTION public.torture_refuse()';
+  END LOOP;
+END$$`
+
+// troubled are the tables with which PostgreSQL has trouble sometimes.
+const troubled = "public.torture_effects,effectonce.outbox,effectonce.outbox_dead,effectonce.processed_messages,effectonce.consumer_positions,effectonce.parked_messages,effectonce.idempotency_keys"
 
 func (r *run) setUp(ctx context.Context) error {
 	conn, err := r.pool.Acquire(ctx)
@@ -70,6 +89,7 @@ const (
 	writerGapMax = 80 * time.Millisecond
 	waitsMax     = 300 * time.Millisecond // of a transaction that stays open
 	scheduledMax = 4 * time.Second
+	clockMax     = time.Hour
 	paddingBytes = 3000 // more than refusedBytes
 )
 
@@ -86,6 +106,9 @@ func (r *run) startWriters(ctx context.Context, writers *sync.WaitGroup) {
 	}
 	for s := range uint64(shoppersAll) {
 		writers.Go(func() { r.shop(ctx, random(200+s)) })
+	}
+	if r.plan.Flooded && r.Rival == nil {
+		writers.Go(func() { r.flood(ctx, random(300)) })
 	}
 	if r.plan.Again {
 		writers.Go(func() { r.publishAgain(ctx) })
@@ -141,11 +164,63 @@ func (r *run) place(ctx context.Context, tx pgx.Tx, random *rand.Rand) (int64, e
 		return 0, err
 	}
 	m := outbox.Message{Topic: topic, Key: []byte(e.Key), Payload: payload}
+	if random.IntN(30) == 0 { // a producer whose clock is wrong
+		if m.ID, err = uuid.NewV7(); err != nil {
+			return 0, err
+		}
+		at := time.Now().Add(between(random, -clockMax, clockMax)).UnixMilli()
+		binary.BigEndian.PutUint32(m.ID[:], uint32(at>>16))
+		binary.BigEndian.PutUint16(m.ID[4:], uint16(at))
+	}
 	if r.plan.Scheduled && random.IntN(5) == 0 {
 		m.DeliverAt = time.Now().Add(between(random, 0, scheduledMax))
 	}
 	return e.ID, r.publish(ctx, tx, m)
 }
+
+// flood places orders of all keys at once, as a program in any language does, while its earlier ones take effect.
+func (r *run) flood(ctx context.Context, random *rand.Rand) {
+	var before, last int64
+	for pause.For(ctx, between(random, 0, 10*writerGapMax)) {
+		each := int64(1 + random.IntN(floodMax))
+		all, base := each*keysAll, int64(0)
+		err := pgx.BeginFunc(context.WithoutCancel(ctx), r.pool, func(tx pgx.Tx) error {
+			base = r.orders.Add(all) - all
+			_, err := tx.Exec(ctx, floodSQL, each, base, r.drawHabit(random, 2), topicOrders, topicMore)
+			return err
+		})
+		r.logger.Info("shop: flood", "orders", all, "error", err)
+		if err != nil {
+			continue
+		}
+		r.mu.Lock()
+		for id := range all {
+			r.acknowledged = append(r.acknowledged, base+1+id)
+		}
+		r.mu.Unlock()
+		before, last = last, base+all
+		for deadline := time.Now().Add(floodWaitMax); time.Now().Before(deadline) && pause.For(ctx, restartGap); {
+			var effects int
+			err := r.pool.QueryRow(ctx, `SELECT count(*) FROM public.torture_effects WHERE id = $1`, before).Scan(&effects)
+			if before == 0 || err == nil && effects >= 4 {
+				break
+			}
+		}
+	}
+}
+
+const (
+	floodMax     = 200 // orders of a key
+	floodWaitMax = 5 * time.Second
+	floodSQL     = `WITH numbered AS (
+		UPDATE public.torture_keys SET version = version + $1 RETURNING key, version - $1 AS before
+	), placed AS (
+		INSERT INTO public.torture_orders SELECT $2 + row_number() OVER (ORDER BY n, key), key, before + n, CASE WHEN n = 1 AND key = 'k7' THEN $3 ELSE '' END
+		FROM numbered, generate_series(1, $1) AS n RETURNING id, key, version, habit
+	) INSERT INTO effectonce.outbox (topic, key, payload)
+	SELECT CASE WHEN substr(key, 2)::int < 10 THEN $4 ELSE $5 END, convert_to(key, 'UTF8'),
+		convert_to(jsonb_build_object('ID', id, 'Key', key, 'Version', version, 'Habit', habit)::text, 'UTF8') FROM placed ORDER BY id`
+)
 
 // publishAgain is a producer that sends records again, with everything that they have, or with another
 // payload: the second is a conflict.
@@ -166,6 +241,9 @@ func (r *run) publishAgain(ctx context.Context) {
 				return
 			}
 			again := &kgo.Record{Topic: record.Topic, Partition: record.Partition, Key: record.Key, Value: record.Value, Headers: record.Headers}
+			if random.IntN(4) == 0 {
+				again.Timestamp = time.Now().Add(between(random, -clockMax, clockMax))
+			}
 			var e event
 			err := json.Unmarshal(record.Value, &e)
 			if conflicts && !e.Garbage && random.IntN(20) == 0 {

@@ -103,6 +103,7 @@ type run struct {
 
 	plan     *Plan
 	postgres *servers.Postgres
+	data     string // the directory of an embedded one
 	kafka    *servers.Kafka
 	pool     *pgxpool.Pool // of writers, nemesis and judge, as client: their network has no faults
 	client   *kgo.Client
@@ -112,6 +113,8 @@ type run struct {
 	gone     []*replica     // stopped, or killed; some end later
 	pending  sync.WaitGroup // faults that are not over
 	crashing sync.Mutex
+	// restarting is held while a topic must stay paused.
+	restarting sync.RWMutex
 
 	habits   map[string]habit
 	repaired atomic.Bool // what fails permanently works again
@@ -121,6 +124,7 @@ type run struct {
 	acknowledged []int64 // orders whose COMMIT returned
 	answered     []int64 // requests
 	rewound      map[string]int
+	losses       []loss
 
 	orders, requests atomic.Int64
 	doors            [2]string // of the service's replicas
@@ -145,7 +149,11 @@ func (g *group) count(source string, id int64) int {
 
 // childHabit is what the handler of a child does: drawn from the seed, the same at every attempt.
 func (g *group) childHabit(id int64) string {
-	return g.drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), 36) //nolint:gosec // repeatable
+	oneOf := 36
+	if g.plan.Flooded {
+		oneOf = 1000 // some take seconds
+	}
+	return g.drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), oneOf) //nolint:gosec // repeatable
 }
 
 // broken adds a problem.
@@ -233,8 +241,10 @@ func (r *run) startServers(ctx context.Context) (err error) {
 	if r.client, err = kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...)); err != nil {
 		return err
 	}
-	r.pool, err = pgxpool.New(ctx, r.postgres.URL)
-	return err
+	if r.pool, err = pgxpool.New(ctx, r.postgres.URL); err != nil {
+		return err
+	}
+	return r.pool.QueryRow(ctx, `SELECT current_setting('data_directory')`).Scan(&r.data)
 }
 
 const stopMax = 30 * time.Second

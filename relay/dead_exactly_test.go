@@ -108,6 +108,29 @@ func TestDeadRowsOutliveACrash(t *testing.T) {
 	require.Equal(t, 2, dead(t, pool))
 }
 
+// Property: dead rows are not lost where a failover loses that they were stored, and Kafka has progress of later.
+func TestDeadRowsThatAFailoverLostAreReadAgain(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('missing', 'a', '1'), ('orders', 'b', '2'), ('orders', 'c', '3')`)
+	standby := before("-- relay.move_to_dead", meddle(t, pool, `CREATE TABLE IF NOT EXISTS advances AS TABLE effectonce.outbox_advances`))
+	cfg := relay.Config{ExactlyOnce: true, PageRowsMax: 1, TransactionMax: time.Millisecond}
+	drain(t, relayAt(t, traced(t, pool, standby), fake, cfg))
+	require.Equal(t, 1, dead(t, pool))
+	require.Equal(t, []string{"2", "3"}, valuesAt(t, fake, "orders"))
+	must(t, pool, `UPDATE effectonce.outbox_progress SET epoch = 0; DELETE FROM effectonce.outbox_dead; DELETE FROM effectonce.outbox_advances; INSERT INTO effectonce.outbox_advances TABLE advances`)
+	for range 2 {
+		ctx, stop := context.WithCancel(t.Context())
+		_, _ = relayAt(t, traced(t, pool, before("-- relay.fetch", func(context.Context) { stop() })), fake, cfg).Drain(ctx)
+		require.Len(t, valuesAt(t, fake, "orders"), 2, "the test's own premise: it took over, and published nothing")
+	}
+	drain(t, relayAt(t, pool, fake, cfg))
+	require.NoError(t, fake.CreateTopic("missing", 1, nil))
+	drain(t, relayAt(t, pool, fake, cfg))
+	require.Equal(t, []string{"1"}, valuesAt(t, fake, "missing"))
+	require.Equal(t, []string{"2", "3", "2", "3"}, valuesAt(t, fake, "orders"))
+}
+
 // Property: a holder that lost its shard adds nothing to the dead rows: the new holder may have
 // published them. Rows O12, O13 of guarantees.md.
 func TestFencedHolderBuriesNothing(t *testing.T) {

@@ -24,6 +24,7 @@ type toTransactions struct {
 	released []int64   // dead rows that the transaction publishes
 	dead     []deadRow // dead rows that the transaction skips
 
+	sure   *int64 // the offset in the journal that the last dead rows were stored with; nil: none
 	at     cursor // the last committed cursor
 	rows   int64  // all rows that were ever committed
 	failed error  // set once a commit failed or its outcome is unknown; no further commit is attempted
@@ -60,7 +61,7 @@ func (t *toTransactions) begin(ctx context.Context) error {
 	if _, err := t.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
 		return fmt.Errorf("progress topic %q: %w; or, if an older state of the database was restored on purpose, give the relay another progress topic", t.cfg.ProgressTopic, err)
 	}
-	if !found.after(t.lease) {
+	if t.sure = t.lease.journal; !found.after(t.lease) {
 		return nil
 	}
 	return t.adopt(ctx, found)
@@ -76,8 +77,8 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	if err != nil {
 		return fmt.Errorf("look for the ticks of progress topic %q: %w", t.cfg.ProgressTopic, err)
 	}
-	if !remembered {
-		t.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup or a dump: the relay continues from the database's progress, so consumers will see duplicates",
+	if has := t.lease.journal; !remembered || found.Sure != nil && (has == nil || *has < *found.Sure) {
+		t.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup, a dump, or a standby that lagged: the relay continues from the database's progress, so consumers will see duplicates",
 			"relay", t.cfg.Name, "shard", t.lease.shard)
 		return nil
 	}
@@ -89,14 +90,10 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 		return err
 	}
 	t.lease.journal = t.journal.last // nothing else stores progress yet
-	if dead := found.verdicts(); len(dead.seqs) > 0 {
-		err = t.storeDead(ctx, dead, t.at, rows, t.journal.last)
-	} else {
-		err = t.progress.store(ctx, t.at, rows, t.journal.last)
-	}
-	if err != nil {
+	if err := t.storeDead(ctx, found.verdicts(), t.at, rows, t.journal.last); err != nil {
 		return err
 	}
+	t.sure = t.journal.last
 	return t.checkSequences(ctx) // the check before the lease did not know the numbers that Kafka knows
 }
 
@@ -125,6 +122,9 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 		t.released = seqs(a.rows)
 	case len(a.dead) > 0 || careful:
 		t.dead = a.dead
+		if err := t.open(); err != nil { // the journal names dead rows
+			return err
+		}
 	default:
 		return nil
 	}
@@ -318,6 +318,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 		return err
 	}
 	t.copied()
+	t.sure = t.journal.last
 	t.publisher.dead.moved(ctx, t.dead)
 	t.dead = nil
 	return nil

@@ -36,7 +36,9 @@ type entry struct {
 	To        *storedTick `json:"to,omitempty"`
 	Seq       int64       `json:"seq"`
 	Floor     int64       `json:"floor"`
-	Revived   []int64     `json:"revived,omitempty"`
+	// Sure is an offset that the database has, unless it lost dead rows that the entry does not name.
+	Sure    *int64  `json:"sure,omitempty"`
+	Revived []int64 `json:"revived,omitempty"`
 	// Dead are the rows that the transaction skipped, by reason: the first seq, then the difference
 	// of each seq to the one before it, so that a page of them is a small record.
 	Dead map[Reason][]int64 `json:"dead,omitempty"`
@@ -96,7 +98,7 @@ const (
 func (j *journal) record(l *lease, end cursor, published int64, t *toTransactions) (*kgo.Record, error) {
 	e := entry{
 		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
-		From: storedTick{end.from.id, end.from.token, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.released,
+		From: storedTick{end.from.id, end.from.token, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Sure: t.sure, Revived: t.released,
 	}
 	e.setDead(t.dead)
 	if end.to != nil {
@@ -141,13 +143,10 @@ func (e *entry) verdicts() verdicts {
 // copy has a later epoch, it is from a recovery, a change of the number of shards, or a time
 // without exactly-once.
 func (e *entry) after(l *lease) bool {
-	if deref(e.System) != deref(l.cluster.system) {
+	if deref(e.System) != deref(l.cluster.system) || l.journal != nil && *l.journal == e.offset {
 		return false
 	}
-	if e.Epoch != l.made {
-		return e.Epoch > l.made
-	}
-	return e.Published > l.published
+	return e.Epoch > l.made || e.Epoch == l.made && e.Published > l.published
 }
 
 func (e *entry) cursor() (c cursor, err error) {

@@ -47,7 +47,7 @@ func (r *run) drain(ctx context.Context) {
 	for ctx.Err() == nil {
 		looked := time.Now()
 		for _, sql := range []string{
-			discardSQL + ` AND reason = 'conflict'` + discardedSQL, retryParkedSQL, retryDeadSQL,
+			discardSQL + ` AND reason = 'conflict'` + discardedSQL, retryParkedSQL, retryDeadSQL, resumeHaltedSQL,
 		} {
 			statement(sql)(ctx, r, Fault{})
 		}

@@ -166,6 +166,9 @@ const (
 // retryDeadSQL hands back what is held for no reason that ends by itself.
 const retryDeadSQL = `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'held' AND reason NOT IN ('unknown_topic', 'paused', 'not_authorized')`
 
+// resumeHaltedSQL resumes partitions whose first commits a promotion lost.
+const resumeHaltedSQL = `UPDATE effectonce.consumer_positions SET resume_at = -2 WHERE resume_at IS NULL AND trouble LIKE '%this database has no position%'`
+
 // side is what a fault silences: a broker, all of them, PostgreSQL, or everything.
 func (f Fault) side() sides {
 	return []sides{brokerSide(f.Choice / 50 % 3), kafkaSide, postgresSide, bothSides}[f.Choice/10%4]

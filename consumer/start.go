@@ -156,16 +156,12 @@ func (k known) begin() decision {
 	default:
 		at := k.log.committed.offset
 		d.next, d.why = &at, "no position is stored: Kafka's offset counts"
-		began := k.row.handledFrom // nil: never
-		if k.recreated() {
-			began = new(int64)
-		}
-		if origin == commitOurs && began == nil { // what it handled is in a database
+		// Our offset was committed after a transaction that stored a position.
+		switch began := k.row.handledFrom; {
+		case origin == commitOurs && (began == nil || k.recreated()):
 			return k.outOf(fmt.Errorf("this group committed offset %d of %s/%d behind its transactions, but this database has no position: it is another one, or a failover lost the first commits",
 				at, k.topic, k.partition))
-		}
-		if origin == commitOurs && *began < at {
-			// Kafka's offset was committed after a transaction that stored a position: a failover lost that transaction.
+		case origin == commitOurs && *began < at:
 			at, d.next, d.why = *began, nil, "the database lost its first commits: resumes where the partition began"
 		}
 		if d.at = at; at < k.log.first {

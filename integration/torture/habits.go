@@ -70,18 +70,48 @@ func (a *attempt) publish(ctx context.Context, garbage bool) error {
 	if a.child == "" {
 		return nil
 	}
-	payload, err := json.Marshal(event{ID: a.ID, Key: a.Key, Version: a.Version, Habit: a.childHabit(a.ID), Source: a.name, Garbage: garbage})
+	m, err := a.childMessage(garbage)
 	if err != nil {
 		return err
 	}
-	m := outbox.Message{Topic: a.child, Key: []byte(a.Key), Payload: payload}
 	if a.queue != nil {
 		return a.queue.Publish(ctx, m)
 	}
+	return a.group.publish(ctx, a.tx, m)
+}
+
+func (a *attempt) childMessage(garbage bool) (m outbox.Message, err error) {
+	m = outbox.Message{Topic: a.child, Key: []byte(a.Key)}
 	if a.batch {
 		m.ID = a.message.PublishID(fmt.Sprint("child", garbage))
 	}
-	return a.group.publish(ctx, a.tx, m)
+	m.Payload, err = json.Marshal(event{ID: a.ID, Key: a.Key, Version: a.Version, Habit: a.childHabit(a.ID), Source: a.name, Garbage: garbage})
+	return m, err
+}
+
+// together is the effects of messages whose handlers do nothing else, in one statement.
+func (g *group) together(ctx context.Context, tx pgx.Tx, attempts []*attempt) error {
+	if len(attempts) == 0 { // the role may be another one
+		return nil
+	}
+	var sources, keys []string
+	var ids, versions []int64
+	var children []outbox.Message
+	for _, a := range attempts {
+		sources, ids, keys, versions = append(sources, a.Source), append(ids, a.ID), append(keys, a.Key), append(versions, a.Version)
+		child, err := a.childMessage(false)
+		if err != nil {
+			return err
+		}
+		children = append(children, child)
+	}
+	_, err := tx.Exec(ctx, `INSERT INTO public.torture_effects (consumer, source, id, key, version)
+		SELECT $1, source, id, key, version FROM unnest($2::text[], $3::bigint[], $4::text[], $5::bigint[]) WITH ORDINALITY AS e (source, id, key, version, n) ORDER BY n`,
+		g.name, sources, ids, keys, versions)
+	if err != nil || g.child == "" {
+		return err
+	}
+	return outbox.Publish(ctx, tx, children...)
 }
 
 var errTorture = errors.New("torture: an error")
@@ -293,11 +323,19 @@ func (g *group) handler(pool *pgxpool.Pool) consumer.Handler {
 		})
 	case shapeBatch:
 		return consumer.Batch(func(ctx context.Context, tx pgx.Tx, messages []*consumer.Message) error {
+			var plain []*attempt
 			for _, m := range messages {
 				a, err := read(m)
 				if err == nil {
 					a.tx, a.batch = tx, true
-					err = a.handle(ctx)
+					if a.Habit == "" && !a.Garbage {
+						plain = append(plain, a)
+						continue
+					}
+					if err := g.together(ctx, tx, plain); err != nil { // in the order of their keys
+						return err
+					}
+					plain, err = nil, a.handle(ctx)
 				}
 				if err != nil && m.Offset%2 == 0 {
 					return consumer.Blame(m, err)
@@ -306,7 +344,7 @@ func (g *group) handler(pool *pgxpool.Pool) consumer.Handler {
 					return err
 				}
 			}
-			return nil
+			return g.together(ctx, tx, plain)
 		})
 	default:
 		return consumer.Each(func(ctx context.Context, tx pgx.Tx, m *consumer.Message) error {

@@ -70,11 +70,15 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 	random := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // repeatable
 	p := &Plan{Seed: seed, ExactlyOnce: random.IntN(3) > 0, Shards: pick[int16](random, 1, 1, 3), Scheduled: random.IntN(2) == 0}
 	p.Again = random.IntN(2) == 0
+	p.Flooded, p.Retention = random.IntN(3) == 0, random.IntN(3) == 0
 	byPosition := p.ExactlyOnce && !p.Again
 	for i := range 3 {
 		g := GroupPlan{Shape: pick(random, shapeEach, shapeEach, shapeQueued, shapeBatch), Topics: []string{topicOrders, topicMore}, child: topicChild}
 		if i == 2 {
 			g.Topics, g.child = []string{topicChild}, ""
+		}
+		if p.Flooded {
+			g.Shape = shapeBatch
 		}
 		g.config = consumer.Config{
 			Group: fmt.Sprint("torture-", i), Topics: g.Topics,
@@ -99,10 +103,12 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 		g.config.Forever = g.config.Dedup == consumer.DedupByID && random.IntN(5) == 0
 		g.configs = [...]consumer.Config{g.config, g.config}
 		other := &g.configs[1]
+		if p.Flooded {
+			g.configs[0].BatchMax = 500
+		}
 		other.BatchMax, other.AttemptsMax, other.DrainMax = pick(random, 1, 20, 500), pick(random, 2, 10), pick(random, 500*time.Millisecond, time.Second)
 		p.Groups = append(p.Groups, g)
 	}
-	p.Flooded, p.Retention = random.IntN(3) == 0, random.IntN(3) == 0
 	gapMax := pick(random, faultGapMax, faultGapMax, 4*faultGapMax) // where faults are rare, more happens between them
 	if p.Flooded {
 		gapMax = 4 * faultGapMax

@@ -113,14 +113,17 @@ func (r *run) relay(ctx context.Context, has *Process) error {
 	if r.Rival != nil {
 		return r.Rival.Relay(ctx, has)
 	}
-	bytesMax := refusedBytes
-	if r.repaired.Load() {
-		bytesMax = 0
-	}
-	p, err := relay.New(has.Pool, has.Kafka, relay.Config{
-		RecordBytesMax: bytesMax, Lease: lease, ExactlyOnce: r.plan.ExactlyOnce, Shards: r.plan.Shards, Logger: r.logger.With("relay", "default"),
+	config := relay.Config{
+		RecordBytesMax: refusedBytes, Lease: lease, ExactlyOnce: r.plan.ExactlyOnce, Shards: r.plan.Shards, Logger: r.logger.With("relay", "default"),
 		DrainMax: time.Second, ProgressEvery: 20 * time.Millisecond, InFlightBytesMax: 1 << 20, PageRowsMax: 200,
-	})
+	}
+	if r.repaired.Load() {
+		config.RecordBytesMax = 0
+	}
+	if r.plan.Flooded {
+		config.InFlightBytesMax, config.PageRowsMax = 0, 0
+	}
+	p, err := relay.New(has.Pool, has.Kafka, config)
 	if err != nil {
 		r.broken("relay: %v", err)
 		return err

@@ -158,7 +158,7 @@ func (k known) begin() decision {
 		d.next, d.why = &at, "no position is stored: Kafka's offset counts"
 		// Our offset was committed after a transaction that stored a position.
 		switch began := k.row.handledFrom; {
-		case origin == commitOurs && (began == nil || k.recreated()):
+		case origin == commitOurs && (began == nil || *began > at || k.recreated()):
 			return k.outOf(fmt.Errorf("this group committed offset %d of %s/%d behind its transactions, but this database has no position: it is another one, or a failover lost the first commits",
 				at, k.topic, k.partition))
 		case origin == commitOurs && *began < at:
@@ -213,8 +213,12 @@ func (k known) outOf(problem error) decision {
 func (k known) handled(d decision) handledRange {
 	stored := k.stored()
 	switch {
-	case d.next == nil:
+	case d.next == nil && d.halt == nil:
 		return handledRange{from: d.at}
+	case d.next == nil && !k.recreated() && k.row.handledFrom != nil: // it halts the next time, too
+		return handledRange{from: *k.row.handledFrom}
+	case d.next == nil:
+		return handledRange{from: math.MaxInt64}
 	case stored == nil, k.log != nil && (d.moved && *stored > k.log.end || k.row.handledTo != nil && *k.row.handledTo > k.log.end), k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
 		*k.row.handledBy != k.consumer, *k.row.handledRule != k.rule:
 		return handledRange{from: *d.next}

@@ -99,21 +99,21 @@ func startRows() []startRow {
 		// No position.
 		{name: "new partition", in: no, at: 10, next: noOffset, from: 10, why: "start of the topic"},
 		{name: "begun and nothing handled", in: begun, at: 10, next: noOffset, from: 10, why: "start of the topic"},
-		{name: "no position, our commit", in: with(no, ours(40)), at: 10, next: noOffset, from: 10, halt: "this database has no position", why: "halts"},
+		{name: "no position, our commit", in: with(no, ours(40)), at: 10, next: noOffset, from: math.MaxInt64, halt: "this database has no position", why: "halts"},
 		{name: "begun, our commit: the database lost the first position", in: with(begun, ours(40)), at: 10, next: noOffset, from: 10, why: "lost its first commits"},
-		{name: "begun, our commit, and what comes first is deleted", in: with(begun, func(k *known) { k.row.handledFrom = pointer(int64(2)) }, ours(40)), at: 10, next: noOffset, from: 10, halt: "records 2 to 9", why: "halts"},
+		{name: "begun, our commit, and what comes first is deleted", in: with(begun, func(k *known) { k.row.handledFrom = pointer(int64(2)) }, ours(40)), at: 10, next: noOffset, from: 2, halt: "records 2 to 9", why: "halts"},
 		{name: "begun further on, our commit", in: with(begun, func(k *known) { k.row.handledFrom = pointer(int64(30)) }, ours(40)), at: 30, next: noOffset, from: 30, why: "lost its first commits"},
 		{name: "begun, another commit", in: with(begun, commit(40, "")), at: 40, next: 40, from: 40, why: "Kafka's offset counts"},
 		{name: "no position, another commit", in: with(no, commit(40, "")), at: 40, next: 40, from: 40, why: "Kafka's offset counts"},
 		{name: "no position, stale commit", in: with(no, commit(40, commitMetadata("cluster", earlierTopic, 40))), at: 10, next: noOffset, from: 10, why: "start of the topic"},
 		{name: "no position, commit beyond the end", in: with(no, commit(400, "")), at: 10, next: noOffset, from: 10, why: "start of the topic"},
-		{name: "no position, commit beyond the end, by position", in: with(no, byPos, commit(400, "")), at: 10, next: noOffset, from: 10, halt: "resume-at", why: "halts"},
-		{name: "no position, commit before the start", in: with(no, commit(4, "")), at: 10, next: noOffset, from: 10, halt: "records 4 to 9", why: "halts"},
+		{name: "no position, commit beyond the end, by position", in: with(no, byPos, commit(400, "")), at: 10, next: noOffset, from: math.MaxInt64, halt: "resume-at", why: "halts"},
+		{name: "no position, commit before the start", in: with(no, commit(4, "")), at: 10, next: noOffset, from: math.MaxInt64, halt: "records 4 to 9", why: "halts"},
 
 		// A recreated topic.
 		{name: "made anew", in: anew, at: 10, next: noOffset, from: 10, why: "recreated"},
 		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40))), at: 10, next: noOffset, from: 10, why: "recreated"},
-		{name: "made anew, our commit", in: with(anew, ours(40)), at: 10, next: noOffset, from: 10, halt: "this database has no position", why: "halts"},
+		{name: "made anew, our commit", in: with(anew, ours(40)), at: 10, next: noOffset, from: math.MaxInt64, halt: "this database has no position", why: "halts"},
 		{name: "made anew, translated commit", in: with(anew, commit(40, commitMetadata("other", earlierTopic, 35))), at: 40, next: 40, from: 40, why: "Kafka's offset counts"},
 		{name: "made anew, commit put there", in: with(anew, commit(40, "")), at: 40, next: 40, from: 40, why: "Kafka's offset counts"},
 
@@ -164,6 +164,8 @@ func TestWhereAPartitionBegins(t *testing.T) {
 				require.NoError(t, d.halt)
 			} else {
 				require.ErrorContains(t, d.halt, row.halt)
+				k.row.topicID, k.row.next, k.row.handledFrom, k.row.resumeAt = k.log.topicID, d.next, &d.handled.from, nil // as it is stored
+				require.Equal(t, d.halt, decideStart(k).halt, "it halts again")
 			}
 		})
 	}

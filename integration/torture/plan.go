@@ -103,10 +103,10 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 		g.config.Forever = g.config.Dedup == consumer.DedupByID && random.IntN(5) == 0
 		g.configs = [...]consumer.Config{g.config, g.config}
 		other := &g.configs[1]
-		if p.Flooded {
-			g.configs[0].BatchMax = 500
-		}
 		other.BatchMax, other.AttemptsMax, other.DrainMax = pick(random, 1, 20, 500), pick(random, 2, 10), pick(random, 500*time.Millisecond, time.Second)
+		if p.Flooded {
+			g.configs[0].BatchMax, other.BatchMax = 500, 200
+		}
 		p.Groups = append(p.Groups, g)
 	}
 	gapMax := pick(random, faultGapMax, faultGapMax, 4*faultGapMax) // where faults are rare, more happens between them

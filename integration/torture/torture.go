@@ -151,7 +151,7 @@ func (g *group) count(source string, id int64) int {
 func (g *group) childHabit(id int64) string {
 	oneOf := 36
 	if g.plan.Flooded {
-		oneOf = 1000 // some take seconds
+		oneOf = 20_000 // some take seconds
 	}
 	return g.drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), oneOf) //nolint:gosec // repeatable
 }

@@ -22,8 +22,11 @@ type loss struct {
 
 // lostCommits ends PostgreSQL, and continues with a copy that is older, as where a standby that lagged is promoted.
 func lostCommits(ctx context.Context, r *run, f Fault) {
-	byPosition := func(g GroupPlan) bool { return g.config.Dedup == consumer.DedupByPosition } // a child that is published again is another record
-	if r.plan.Retention || slices.ContainsFunc(r.plan.Groups, byPosition) {
+	// By position, what is published again is another message; and so it is without an order, if a copy of the parent is first.
+	repeats := func(g GroupPlan) bool {
+		return g.config.Dedup == consumer.DedupByPosition || g.child != "" && !g.ordered()
+	}
+	if r.plan.Retention || slices.ContainsFunc(r.plan.Groups, repeats) {
 		r.report.Faults--
 		return
 	}

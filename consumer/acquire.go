@@ -320,7 +320,7 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []*hold) 
 			var row storedPosition
 			var topicID *[16]byte
 			err := found.Scan(&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledTo, &row.rewoundFrom,
-				&row.handledBy, &row.handledRule, &row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused)
+				&row.handledBy, &row.handledRule, &row.resumeAt, &row.released, &row.heldOffset, &row.stuck, &row.server, &row.paused)
 			if err != nil {
 				return err
 			}

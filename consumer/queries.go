@@ -29,7 +29,7 @@ ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 // acquisition is stored.
 const lockSQL = `-- consumer.lock
 SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_to, p.rewound_from, p.handled_by, p.handled_rule,
-  p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time(),
+  p.resume_at, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time(),
   EXISTS (SELECT FROM effectonce.consumer_pauses c WHERE c.consumer_group = $1 AND c.topic = p.topic)
 FROM effectonce.consumer_positions p
 WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))

@@ -19,8 +19,7 @@ type storedPosition struct {
 	handledBy   *int32
 	handledRule *string
 	resumeAt    *int64 // an operator's order
-	held        bool   // by some consumer, before
-	released    bool   // and released in good order
+	released    bool   // by the last holder, in good order
 	heldOffset  *int64 // where the last holder began
 	stuck       int
 	paused      bool      // an operator paused the topic

@@ -92,7 +92,6 @@ func startRows() []startRow {
 		{name: "changed rule", in: with(ruled, ours(40)), at: 60, next: 60, from: 60, why: "stored position"},
 		{name: "changed rule, rewound", in: with(ruled, commit(40, "")), at: 40, next: 40, from: 40, moved: true, why: "moved back"},
 		{name: "nothing handled is known", in: unmoved, at: 60, next: 60, from: 60, why: "stored position"},
-		{name: "never held", in: func(k *known) { k.row.held = false }, at: 60, next: 60, from: 20, why: "stored"},
 		{name: "went back behind the range", in: func(k *known) { k.row.next = pointer(int64(15)) }, at: 15, next: 15, from: 15, why: "stored"},
 		{name: "after a Deliver that left offsets out", in: func(k *known) { k.row.handledFrom = pointer(int64(math.MaxInt64)) }, at: 60, next: 60, from: 60, why: "stored"},
 
@@ -140,7 +139,7 @@ func TestWhereAPartitionBegins(t *testing.T) {
 			k := known{
 				topicPartition: topicPartition{"t", 1}, group: "g", consumer: 7, rule: "standard",
 				row: storedPosition{
-					topicID: startTopic, next: pointer(int64(60)), epoch: 9, held: true, released: true,
+					topicID: startTopic, next: pointer(int64(60)), epoch: 9, released: true,
 					handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard"),
 				},
 				log: &topicLog{cluster: "cluster", topicID: startTopic, first: 10, end: 100},
@@ -221,7 +220,7 @@ func TestKilledHoldersOfAnIdlePartitionHaveNoSuspects(t *testing.T) {
 	for end, want := range map[int64]int{50: 0, 51: 3} {
 		next := int64(50)
 		h := c.newHold(topicPartition{"t", 0})
-		h.log, h.row = &topicLog{end: end}, storedPosition{next: &next, heldOffset: &next, held: true, stuck: 2}
+		h.log, h.row = &topicLog{end: end}, storedPosition{next: &next, heldOffset: &next, stuck: 2}
 		c.decide(h)
 		require.Equal(t, want, h.pos.stuck)
 	}

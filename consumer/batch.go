@@ -72,7 +72,6 @@ func (c *Consumer) transact(ctx context.Context, w *work, a *attempt) (outcome, 
 		t.since.Store(0)
 		if t.session && len(s.handle) > 1 {
 			// What one handler set would reach the messages behind it.
-			c.alone.Store(true)
 			return outcome{}, &failure{origin: originHandler, err: errSession}
 		}
 		if err != nil {
@@ -118,7 +117,7 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 	return results.Close()
 }
 
-var errSession = errors.New("a handler changed the session (role, setting, temporary table): its messages are handled in transactions of their own")
+var errSession = errors.New("a handler changed the session (role, setting, temporary table): the next messages are handled in transactions of their own, which is slower; logged once")
 
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was acquired")
 

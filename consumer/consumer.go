@@ -49,8 +49,7 @@ type Consumer struct {
 	abandoned atomic.Int32 // abandoned attempts that still run
 	hooked    atomic.Int32 // the same for hooks
 	warnPlain sync.Once
-	// alone: a handler changed its session, so each message gets a transaction of its own.
-	alone atomic.Bool
+	sayAlone  sync.Once
 
 	phase   atomic.Pointer[phaseNow]
 	ids     map[string]dedup.Consumer // by topic; written before a session starts

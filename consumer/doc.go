@@ -53,9 +53,8 @@
 // statements, or a lost connection, is not an attempt at a message, and the partition waits. A
 // message that ends the process is found and parked, too.
 //
-// What a handler does to its session (a role, SET, set_config, a temporary table) ends with its
-// message: from then on each message gets a transaction of its own. A rollback to a savepoint takes
-// along what was published since.
+// What a handler does to its session (a role, SET, set_config, a temporary table) ends with its message: the next
+// thousand get a transaction each. A rollback to a savepoint takes along what was published since.
 //
 // A parked message is stored in parked_messages in the transaction that claims it. Later messages
 // of its key are parked behind it, and all others continue. An operator retries or discards it

@@ -20,6 +20,7 @@ type lane struct {
 	p     *partition
 	asks  int        // batches that ask before one is taken as fresh: see asksMax
 	size  int        // of the next batch: see pace
+	alone int        // so many messages get a transaction each, because a handler changed its session
 	later *postponed // what waits of the share
 }
 
@@ -54,16 +55,19 @@ func (l *lane) work() {
 	}
 }
 
-// batchBegins is the size of the first transaction of a lane. After a crash in it, so many messages
-// are suspects.
-const batchBegins = 16
+const (
+	// batchBegins is the size of a lane's first transaction. After a crash in it, so many messages are suspects.
+	batchBegins = 16
+	// aloneNext: if each handler changes its session, one transaction in so many is repeated.
+	aloneNext = 1000
+)
 
 // batch is the size of the next transaction.
 func (l *lane) batch() int {
-	if l.p.consumer.alone.Load() {
+	if l.alone > 0 {
 		return 1
 	}
-	return min(max(l.size, 1), l.p.consumer.cfg.BatchMax)
+	return l.size
 }
 
 // pace adapts the size of the next transaction: it doubles as long as a transaction takes less than
@@ -103,11 +107,8 @@ func (l *lane) finish(msgs []*Message) bool {
 			return false
 		}
 		f := l.try(msgs)
-		if f == nil {
-			return true
-		}
-		if l.p.stopped() {
-			return false
+		if f == nil || l.p.stopped() {
+			return f == nil
 		}
 		v := f.verdict()
 		unknown := l.mustTakeBack(f) && msgs[0].row == 0 // a parked row says itself whether it is done
@@ -126,6 +127,8 @@ func (l *lane) finish(msgs []*Message) bool {
 		ok := true
 		switch {
 		case errors.Is(f.err, errSession):
+			l.alone = aloneNext
+			l.p.consumer.sayAlone.Do(func() { l.p.log(slog.LevelInfo, f.err.Error(), "messages", aloneNext) })
 			return l.process(msgs)
 		case f.letter != nil:
 			cmp.Or(f.letter.original, f.letter.Message).park = f.letter.keep(f.err)
@@ -211,6 +214,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	for _, msg := range msgs {
 		msg.counted = false
 	}
+	l.alone = max(l.alone-1, 0)
 	l.pace(len(msgs), out.claim+out.handle+out.commit)
 	if !w.released() {
 		l.p.breaker.noteHandled(out.fresh)
@@ -329,9 +333,8 @@ func (l *lane) fenced(f *failure) bool {
 	return false
 }
 
-// mustTakeBack: without claims only the position shows whether a COMMIT without an answer was applied.
-// Acquiring the position again also fences that COMMIT if it is still in progress. If that recurs, the
-// messages are suspects.
+// mustTakeBack: without claims only the position shows whether a COMMIT without an answer was applied. Acquiring it
+// again also fences that COMMIT if it is still in progress. If that recurs, the messages are suspects.
 func (l *lane) mustTakeBack(f *failure) bool {
 	return l.p.consumer.cfg.Dedup == DedupByPosition && f.origin == originCommit
 }

@@ -108,6 +108,21 @@ func TestSessionEndsWithItsMessage(t *testing.T) {
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effects WHERE value = 'role' AND who = $1`, role))
 }
 
+// Property: one message that changes its session costs the batches of the next thousand only.
+func TestBatchesReturnBehindAChangedSession(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	const all = 4000
+	h.produce(append([]string{"sets"}, numbered(all-1)...)...)
+	h.untilEffects(all, h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if _, err := tx.Exec(ctx, map[bool]string{true: `SET LOCAL app.tenant = 'A'`, false: `SELECT 1`}[string(msg.Value) == "sets"]); err != nil {
+			return err
+		}
+		return effect(ctx, tx, msg)
+	}), nil))
+	require.Less(t, h.number(`SELECT count(DISTINCT xmin::text) FROM effects`), all/2, "transactions")
+}
+
 // errUnless is an error unless err is the expected one.
 func errUnless(expected, err error) error {
 	if errors.Is(err, expected) {

@@ -119,6 +119,14 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 	return p
 }
 
+// rarely is one of how many messages has a habit: some take seconds.
+func (p *Plan) rarely(of int) int {
+	if p.Flooded {
+		return 500 * of
+	}
+	return of
+}
+
 // drawHabit draws what the handlers of a message do: one of so many has a habit.
 func (r *run) drawHabit(random *rand.Rand, of int) string {
 	if random.IntN(of) > 0 {

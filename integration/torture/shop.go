@@ -146,7 +146,7 @@ func (r *run) order(ctx context.Context, random *rand.Rand) {
 // place places one order in a transaction.
 func (r *run) place(ctx context.Context, tx pgx.Tx, random *rand.Rand) (int64, error) {
 	key := random.IntN(keysAll)
-	e := event{ID: r.orders.Add(1), Key: fmt.Sprint("k", key), Habit: r.drawHabit(random, 12)}
+	e := event{ID: r.orders.Add(1), Key: fmt.Sprint("k", key), Habit: r.drawHabit(random, r.plan.rarely(12))}
 	topic := topicMore
 	if key < keysAll/4 {
 		topic = topicOrders
@@ -210,7 +210,7 @@ func (r *run) flood(ctx context.Context, random *rand.Rand) {
 }
 
 const (
-	floodMax     = 200 // orders of a key
+	floodMax     = 400 // orders of a key
 	floodWaitMax = 5 * time.Second
 	floodSQL     = `WITH numbered AS (
 		UPDATE public.torture_keys SET version = version + $1 RETURNING key, version - $1 AS before

@@ -149,11 +149,7 @@ func (g *group) count(source string, id int64) int {
 
 // childHabit is what the handler of a child does: drawn from the seed, the same at every attempt.
 func (g *group) childHabit(id int64) string {
-	oneOf := 36
-	if g.plan.Flooded {
-		oneOf = 20_000 // some take seconds
-	}
-	return g.drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), oneOf) //nolint:gosec // repeatable
+	return g.drawHabit(rand.New(rand.NewPCG(g.plan.Seed, uint64(id))), g.plan.rarely(36)) //nolint:gosec // repeatable
 }
 
 // broken adds a problem.

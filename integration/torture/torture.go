@@ -224,7 +224,7 @@ func once(ctx context.Context, opts Options) (_ *Report, err error) {
 func (r *run) startServers(ctx context.Context) (err error) {
 	r.Progress("starting the servers (the first run downloads PostgreSQL)")
 	if r.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: r.Embedded, Parameters: map[string]string{
-		"max_connections": "300",
+		"max_connections": "300", "max_standby_archive_delay": "100ms", // pg_promote itself is in the way of what is replayed
 	}}); err != nil {
 		return err
 	}

@@ -33,7 +33,8 @@ const expectedSQL = `WITH expected AS (
 ) `
 
 const missingSQL = expectedSQL + `SELECT * FROM expected AS w WHERE NOT EXISTS
-  (SELECT FROM public.torture_effects AS e WHERE e.consumer = w.consumer AND e.source = w.source AND e.id = w.id)`
+  (SELECT FROM public.torture_effects AS e WHERE e.consumer = w.consumer AND e.source = w.source AND e.id = w.id)
+  AND NOT EXISTS (SELECT FROM public.torture_overtaken AS o WHERE o.id = w.id AND o.source IN ('', w.source))`
 
 const (
 	countSQL      = `SELECT count(*) FROM `

@@ -93,6 +93,7 @@ func operators() []fault {
 		}},
 		{name: "killed while rows leave", do: killedWhileRowsLeave},
 		{name: "restarted topic", do: restartTopic},
+		{name: "overtaking retention", do: overtake},
 		{name: "paused group", do: func(ctx context.Context, r *run, f Fault) {
 			of := ` consumer_group = '` + r.groups[f.Choice%len(r.groups)].name + `'`
 			statement(`INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why)
@@ -166,8 +167,9 @@ const (
 // retryDeadSQL hands back what is held for no reason that ends by itself.
 const retryDeadSQL = `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'held' AND reason NOT IN ('unknown_topic', 'paused', 'not_authorized')`
 
-// resumeHaltedSQL resumes partitions whose first commits a promotion lost.
-const resumeHaltedSQL = `UPDATE effectonce.consumer_positions SET resume_at = -2 WHERE resume_at IS NULL AND trouble LIKE '%this database has no position%'`
+// resumeHaltedSQL resumes partitions whose first commits a promotion lost, or whose next records were deleted.
+const resumeHaltedSQL = `UPDATE effectonce.consumer_positions SET resume_at = -2
+	WHERE resume_at IS NULL AND (trouble LIKE '%this database has no position%' OR trouble LIKE '%were deleted before they were consumed%')`
 
 // side is what a fault silences: a broker, all of them, PostgreSQL, or everything.
 func (f Fault) side() sides {

@@ -26,6 +26,7 @@ import (
 const tablesSQL = `
 CREATE TABLE public.torture_orders (id bigint PRIMARY KEY, key text NOT NULL, version bigint NOT NULL, habit text NOT NULL);
 CREATE TABLE public.torture_discarded (consumer text NOT NULL, source text NOT NULL, id bigint NOT NULL);
+CREATE TABLE public.torture_overtaken (source text NOT NULL, id bigint NOT NULL, PRIMARY KEY (id, source));
 CREATE TABLE public.torture_requests (number bigint NOT NULL);
 CREATE TABLE public.torture_keys (key text PRIMARY KEY, version bigint NOT NULL);
 CREATE TABLE public.torture_effects (

@@ -2,6 +2,7 @@ package torture
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"time"
 
@@ -12,6 +13,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/relay"
 )
+
+// readMax is how long what is to be deleted may take to be read.
+const readMax = 5 * time.Second
 
 // passed returns the offsets up to which all groups have handled the records of their topics.
 func (r *run) passed(ctx context.Context) (kadm.Offsets, error) {
@@ -37,6 +41,67 @@ func retention(ctx context.Context, r *run, _ Fault) {
 	passed, err := r.passed(ctx)
 	_, deleteErr := kadm.NewClient(r.client).DeleteRecords(ctx, passed)
 	r.logger.Info("nemesis: retention", "up to", passed.KOffsets(), "error", errors.Join(err, deleteErr))
+}
+
+// overtake deletes the records of a topic, handled or not, and lets an operator resume at the first that is left.
+func overtake(ctx context.Context, r *run, f Fault) {
+	topic := []string{topicOrders, topicMore, topicChild}[f.Choice%3]
+	deleted := kadm.Offsets{}
+	err := errors.ErrUnsupported
+	if r.plan.Retention {
+		deleted, err = r.mayBeMissing(ctx, topic)
+	}
+	if err == nil {
+		_, err = kadm.NewClient(r.client).DeleteRecords(ctx, deleted)
+		r.later(ctx, f.Lasts, func() { statement(resumeHaltedSQL)(ctx, r, f) })
+	} else {
+		r.report.Faults--
+	}
+	r.logger.Info("nemesis: retention overtakes", "up to", deleted.KOffsets(), "error", err)
+}
+
+// mayBeMissing notes what is in a topic that not all groups have passed, and returns its ends.
+func (r *run) mayBeMissing(ctx context.Context, topic string) (kadm.Offsets, error) {
+	passed, err := r.passed(ctx)
+	admin := kadm.NewClient(r.client)
+	starts, startsErr := admin.ListStartOffsets(ctx, topic)
+	ends, endsErr := admin.ListEndOffsets(ctx, topic)
+	if err := errors.Join(err, startsErr, starts.Error(), endsErr, ends.Error()); err != nil {
+		return nil, err
+	}
+	from := map[int32]kgo.Offset{}
+	ends.Each(func(end kadm.ListedOffset) {
+		start, _ := starts.Lookup(topic, end.Partition)
+		p, _ := passed.Lookup(topic, end.Partition)
+		if at := max(start.Offset, p.At); at < end.Offset {
+			from[end.Partition] = kgo.NewOffset().At(at)
+		}
+	})
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{topic: from}), kgo.KeepControlRecords())
+	if err != nil {
+		return nil, err
+	}
+	defer client.Close()
+	bounded, cancel := context.WithTimeout(ctx, readMax)
+	defer cancel()
+	var sources []string
+	var ids []int64
+	for left := len(from); left > 0 && bounded.Err() == nil; {
+		client.PollFetches(bounded).EachRecord(func(record *kgo.Record) {
+			var e event
+			if err := json.Unmarshal(record.Value, &e); err == nil { // no control record
+				sources, ids = append(sources, e.Source), append(ids, e.ID)
+			}
+			if end, _ := ends.Lookup(topic, record.Partition); record.Offset == end.Offset-1 {
+				left--
+			}
+		})
+	}
+	if err := bounded.Err(); err != nil {
+		return nil, err
+	}
+	_, err = r.pool.Exec(ctx, `INSERT INTO public.torture_overtaken SELECT * FROM unnest($1::text[], $2::bigint[]) ON CONFLICT DO NOTHING`, sources, ids)
+	return ends.Offsets(), err
 }
 
 // restartTopic deletes a topic once all groups have handled what is in it, and creates it again.

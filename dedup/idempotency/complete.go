@@ -101,8 +101,7 @@ const pageMax = 1000
 // most FlowConfig.AtOnceMax at a time, each from its recovery point, and returns how many it
 // finished. It needs FlowConfig.StoreRequest. A flow that is too old is abandoned
 // (FlowConfig.GiveUpAfter): a person decides. A flow whose phases this program does not know is postponed for longer and
-// longer, and reported each time. An error of one flow does not stop the others; all errors are
-// returned.
+// longer, and reported each time. An error of one flow does not stop the others; all errors are returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 	return total(func(group *sync.WaitGroup, report func(bool, error)) error { return f.complete(ctx, group, report) })
 }
@@ -169,10 +168,12 @@ func (f *Flow[S]) each(ctx context.Context, sql string, in state, slots chan str
 // resume continues one flow with the stored request.
 func (f *Flow[S]) resume(ctx context.Context, key Key, s *stored, _ due) (bool, error) {
 	h, err := f.takeOver(ctx, key, s, s.request)
-	if errors.Is(err, ErrUnknownRecoveryPoint) {
+	switch {
+	case errors.Is(err, ErrUnknownRecoveryPoint):
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
-	}
-	if h == nil || err != nil {
+	case errors.Is(err, ErrInProgress): // another worker has locked it
+		return false, nil
+	case h == nil || err != nil:
 		return false, err
 	}
 	request, err := f.op.open(key, "request", s.request, s.sealed)

@@ -60,14 +60,29 @@ func overtake(ctx context.Context, r *run, f Fault) {
 	r.logger.Info("nemesis: retention overtakes", "up to", deleted.KOffsets(), "error", err)
 }
 
-// mayBeMissing notes what is in a topic that not all groups have passed, and returns its ends.
+// mayBeMissing notes what is in a topic that not all groups have passed, and returns where it ends.
 func (r *run) mayBeMissing(ctx context.Context, topic string) (kadm.Offsets, error) {
+	waiting, ends, err := r.waiting(ctx, topic)
+	if err != nil {
+		return nil, err
+	}
+	var sources []string
+	var ids []int64
+	for _, e := range waiting {
+		sources, ids = append(sources, e.Source), append(ids, e.ID)
+	}
+	_, err = r.pool.Exec(ctx, `INSERT INTO public.torture_overtaken SELECT * FROM unnest($1::text[], $2::bigint[]) ON CONFLICT DO NOTHING`, sources, ids)
+	return ends.Offsets(), err
+}
+
+// waiting returns what is in a topic that not all groups have passed, and where its committed records end.
+func (r *run) waiting(ctx context.Context, topic string) (waiting []event, ends kadm.ListedOffsets, _ error) {
 	passed, err := r.passed(ctx)
 	admin := kadm.NewClient(r.client)
 	starts, startsErr := admin.ListStartOffsets(ctx, topic)
-	ends, endsErr := admin.ListEndOffsets(ctx, topic)
+	ends, endsErr := admin.ListCommittedOffsets(ctx, topic)
 	if err := errors.Join(err, startsErr, starts.Error(), endsErr, ends.Error()); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	from := map[int32]kgo.Offset{}
 	ends.Each(func(end kadm.ListedOffset) {
@@ -77,31 +92,26 @@ func (r *run) mayBeMissing(ctx context.Context, topic string) (kadm.Offsets, err
 			from[end.Partition] = kgo.NewOffset().At(at)
 		}
 	})
-	client, err := kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{topic: from}), kgo.KeepControlRecords())
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{topic: from}),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords()) // the last record may be one
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	defer client.Close()
-	bounded, cancel := context.WithTimeout(ctx, readMax)
+	ctx, cancel := context.WithTimeout(ctx, readMax)
 	defer cancel()
-	var sources []string
-	var ids []int64
-	for left := len(from); left > 0 && bounded.Err() == nil; {
-		client.PollFetches(bounded).EachRecord(func(record *kgo.Record) {
+	for len(from) > 0 && ctx.Err() == nil {
+		client.PollFetches(ctx).EachRecord(func(record *kgo.Record) {
 			var e event
-			if err := json.Unmarshal(record.Value, &e); err == nil { // no control record
-				sources, ids = append(sources, e.Source), append(ids, e.ID)
+			if !record.Attrs.IsControl() && json.Unmarshal(record.Value, &e) == nil {
+				waiting = append(waiting, e)
 			}
-			if end, _ := ends.Lookup(topic, record.Partition); record.Offset == end.Offset-1 {
-				left--
+			if end, _ := ends.Lookup(topic, record.Partition); record.Offset >= end.Offset-1 {
+				delete(from, record.Partition)
 			}
 		})
 	}
-	if err := bounded.Err(); err != nil {
-		return nil, err
-	}
-	_, err = r.pool.Exec(ctx, `INSERT INTO public.torture_overtaken SELECT * FROM unnest($1::text[], $2::bigint[]) ON CONFLICT DO NOTHING`, sources, ids)
-	return ends.Offsets(), err
+	return waiting, ends, ctx.Err()
 }
 
 // restartTopic deletes a topic once all groups have handled what is in it, and creates it again.
@@ -129,33 +139,14 @@ func restartTopic(ctx context.Context, r *run, f Fault) {
 
 // handled reports whether all groups have handled what is in a topic.
 func (r *run) handled(ctx context.Context, topic string) bool {
-	admin := kadm.NewClient(r.client)
-	stable, err := admin.ListCommittedOffsets(ctx, topic)
-	ends, endsErr := admin.ListEndOffsets(ctx, topic)
-	passed, passedErr := r.passed(ctx)
-	if errors.Join(err, stable.Error(), endsErr, ends.Error(), passedErr) != nil {
-		return false
-	}
-	begin := map[int32]kgo.Offset{}
-	for partition := range int32(partitions) {
-		end, _ := ends.Lookup(topic, partition)
-		if s, _ := stable.Lookup(topic, partition); s.Offset != end.Offset {
-			return false // there is an open transaction
-		}
-		begin[partition] = kgo.NewOffset().At(0)
-		if p, known := passed.Lookup(topic, partition); known {
-			begin[partition] = kgo.NewOffset().At(p.At)
-		}
-	}
-	client, err := kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{topic: begin}), kgo.FetchIsolationLevel(kgo.ReadCommitted()))
-	if err != nil {
-		return false
-	}
-	defer client.Close()
-	ctx, cancel := context.WithTimeout(ctx, time.Second)
-	defer cancel()
-	fetches := client.PollFetches(ctx)
-	return fetches.NumRecords() == 0 && errors.Is(fetches.Err0(), context.DeadlineExceeded) // only ends of transactions are left
+	waiting, stable, err := r.waiting(ctx, topic)
+	ends, endsErr := kadm.NewClient(r.client).ListEndOffsets(ctx, topic)
+	done := errors.Join(err, endsErr, ends.Error()) == nil && len(waiting) == 0
+	ends.Each(func(end kadm.ListedOffset) {
+		s, _ := stable.Lookup(topic, end.Partition)
+		done = done && s.Offset == end.Offset // there is no open transaction
+	})
+	return done
 }
 
 // recreate deletes a topic and creates it again. Positions begin anew.

@@ -47,6 +47,9 @@ func main() {
 	rate := flag.Int("rate", 400, "requests per second")
 	plot := flag.String("plot", "", "file for an SVG picture")
 	flag.Parse()
+	if *every <= 0 || *lasts < 2**every || *rate < 1 {
+		log.Fatal("want -every above 0, -for at least twice as long, and -rate at least 1")
+	}
 	s := &soak{rate: *rate, every: *every}
 	if err := s.run(*lasts); err != nil {
 		log.Fatal(err)
@@ -150,7 +153,8 @@ func (s *soak) work(ctx context.Context, brokers string) error {
 	}
 	counting, stopCounting := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopCounting()
-	var background, asking errgroup.Group
+	asking, ctx := errgroup.WithContext(ctx) // the first failure ends the run
+	var background errgroup.Group
 	background.Go(func() error { return c.Run(counting) })
 	background.Go(func() error { op.Run(counting); return nil })
 	for w := range workers {
@@ -175,10 +179,11 @@ func (s *soak) work(ctx context.Context, brokers string) error {
 	}
 	log.Printf("%d requests, %d effects", asked, n)
 	stopCounting()
+	err = background.Wait()
 	if asked != n {
-		return fmt.Errorf("%d requests have %d effects", asked, n)
+		err = errors.Join(err, fmt.Errorf("%d requests have %d effects", asked, n))
 	}
-	return background.Wait()
+	return err
 }
 
 // ask sends requests, each tenth of them twice.

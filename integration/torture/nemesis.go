@@ -86,7 +86,7 @@ func faults() []fault {
 func operators() []fault {
 	return []fault{
 		{name: "paused topic", do: func(ctx context.Context, r *run, f Fault) {
-			topic := []string{topicOrders, topicMore, topicChild}[f.Choice%3]
+			topic := f.topic()
 			_, err := relay.Pause(ctx, r.pool, operator(), 0, topic)
 			r.logger.Info("nemesis: pause", "error", err)
 			r.later(ctx, f.Lasts/3, func() { r.resume(ctx, topic) })
@@ -175,6 +175,8 @@ const resumeHaltedSQL = `UPDATE effectonce.consumer_positions SET resume_at = -2
 func (f Fault) side() sides {
 	return []sides{brokerSide(f.Choice / 50 % 3), kafkaSide, postgresSide, bothSides}[f.Choice/10%4]
 }
+
+func (f Fault) topic() string { return []string{topicOrders, topicMore, topicChild}[f.Choice%3] }
 
 func operator() relay.Operator { return relay.Operator{Who: "torture", Why: "torture"} }
 

@@ -82,7 +82,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 func TestEveryIDHasItsPartition(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	now := scan[time.Time](t, pool, "SELECT now()")
+	now := pgtest.Value[time.Time](t, pool, "SELECT now()")
 	midnight := now.UTC().Truncate(24 * time.Hour)
 	at := func(at time.Time) uuid.UUID { return dedup.PublishID("a", newIDs(t, 1)[0], "", at) }
 	day := func(at time.Time) string { return "processed_messages_" + at.Format("20060102") }
@@ -113,7 +113,7 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 	}
 	assert.NotContains(t, claimAlone(t, pool, claims, dedup.Numbered(1), ids...), false)
 	for i, tc := range cases {
-		partition := scan[string](t, pool, "SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id)
+		partition := pgtest.Value[string](t, pool, "SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id)
 		assert.Equal(t, "effectonce."+tc.partition, partition, tc.name)
 		assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids[i]), tc.name)
 	}
@@ -157,7 +157,7 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	observer := newPool(t, address, 1)
 	const changed = ` FROM pg_stat_user_tables WHERE schemaname = 'effectonce' AND relname LIKE 'processed_messages%'`
 	waitUntil(t, observer, `SELECT sum(n_tup_ins) >= $1`+changed, len(ids)+1)
-	done := scan[[]int](t, observer, `SELECT array[sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)]::int[]`+changed)
+	done := pgtest.Value[[]int](t, observer, `SELECT array[sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)]::int[]`+changed)
 	assert.Equal(t, []int{len(ids) + 1, 0, 0, 0}, done, "rows inserted, updated, deleted, dead")
 	assert.Zero(t, pgtest.Count(t, observer, "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0"))
 }

@@ -36,7 +36,7 @@ func TestOnlyNewerVersionsAreApplied(t *testing.T) {
 	}{{7, true}, {6, false}, {7, false}, {8, true}, {math.MaxInt64, true}, {0, false}} {
 		require.Equal(t, step.applied, fenceAlone(t, pool, claims, "order-1", step.version), "version %d", step.version)
 	}
-	require.EqualValues(t, math.MaxInt64, scan[int64](t, pool, `SELECT version FROM effectonce.fences WHERE scope = 'orders' AND resource = 'order-1'`))
+	require.EqualValues(t, math.MaxInt64, pgtest.Value[int64](t, pool, `SELECT version FROM effectonce.fences WHERE scope = 'orders' AND resource = 'order-1'`))
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	for _, other := range [][2]string{{"orders", "order-2"}, {"refunds", "order-1"}} {
 		applied, err := claims.Fence(t.Context(), tx, other[0], other[1], 0)

@@ -348,7 +348,7 @@ func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	register := func(name, wanted string) string {
 		t.Helper()
 		consumer := registered(t, pool, claims, dedup.Registration{Name: name, Group: "g", IDRule: rule(wanted)})
-		stored := scan[string](t, pool, `SELECT id_rule FROM effectonce.consumers WHERE name = $1`, name)
+		stored := pgtest.Value[string](t, pool, `SELECT id_rule FROM effectonce.consumers WHERE name = $1`, name)
 		require.Equal(t, stored, consumer.IDRule().String())
 		return stored
 	}

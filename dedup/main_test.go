@@ -57,16 +57,6 @@ func exec(t *testing.T, db interface {
 	require.NoError(t, err)
 }
 
-// scan is the one value that a query has.
-func scan[T any](t *testing.T, db interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}, sql string, args ...any,
-) (value T) {
-	t.Helper()
-	require.NoError(t, db.QueryRow(t.Context(), sql, args...).Scan(&value))
-	return value
-}
-
 func registered(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, r dedup.Registration) dedup.Consumer {
 	t.Helper()
 	consumer, err := claims.Register(t.Context(), pool, r)
@@ -111,7 +101,7 @@ func messages(ids []uuid.UUID) []dedup.Message {
 // waitUntil returns once the query is true.
 func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
-	testwait.True(t, fmt.Sprint(sql, args), func() bool { return scan[bool](t, pool, sql, args...) })
+	testwait.True(t, fmt.Sprint(sql, args), func() bool { return pgtest.Value[bool](t, pool, sql, args...) })
 }
 
 // waitUntilBlocked returns once exactly these processes block the first one.

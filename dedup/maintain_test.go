@@ -69,7 +69,7 @@ func TestDaysAreMadeAheadAfterAnyAbsence(t *testing.T) {
 			pool, claims := pgtest.Pool(t), newClaims(t)
 			away(t, pool, days)
 			consumer := registered(t, pool, claims, dedup.Registration{Name: "c", Group: "g"})
-			now := scan[time.Time](t, pool, `SELECT clock_timestamp()`)
+			now := pgtest.Value[time.Time](t, pool, `SELECT clock_timestamp()`)
 			today, tomorrow, far := idAt(now), idAt(now.Add(24*time.Hour)), idAt(now.AddDate(1, 0, 0))
 			require.Equal(t, []bool{true, true, true}, claimAlone(t, pool, claims, consumer, today, tomorrow, far))
 			require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, today, "ahead"))
@@ -108,10 +108,10 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	require.Equal(t, report.Dropped, dropped.Dropped)
 	require.Contains(t, dropped.HeldBack, "group short, topic a, partition 0")
 	oldest := func() string {
-		return scan[string](t, pool, `SELECT min(relname) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
+		return pgtest.Value[string](t, pool, `SELECT min(relname) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
 	}
 	day := func(ago time.Duration) string {
-		now := scan[time.Time](t, pool, `SELECT clock_timestamp()`)
+		now := pgtest.Value[time.Time](t, pool, `SELECT clock_timestamp()`)
 		return "processed_messages_" + now.UTC().Add(-ago).Format("20060102")
 	}
 	require.Equal(t, day(157*time.Hour), oldest(), "the position of group short")
@@ -336,7 +336,7 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 		}()
 		blocked := false
 		for !blocked && len(done) == 0 {
-			blocked = scan[bool](t, pool, `SELECT EXISTS (SELECT FROM pg_locks l WHERE NOT granted AND $1 = ANY (pg_blocking_pids(l.pid))
+			blocked = pgtest.Value[bool](t, pool, `SELECT EXISTS (SELECT FROM pg_locks l WHERE NOT granted AND $1 = ANY (pg_blocking_pids(l.pid))
 				AND relation = ('effectonce.' || $2)::regclass)`, int32(pid), dayName(4))
 		}
 		require.NoError(t, late.Commit(t.Context()))
@@ -381,7 +381,7 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 		('a', 't', 0, clock_timestamp()), ('a', 't', 1, clock_timestamp() - interval '90 minutes'), ('b', 't', 0, clock_timestamp())`)
 	times := map[string]time.Time{}
 	for _, age := range []string{"100 hours", "3 hours", "135 minutes", "1 minute"} {
-		at := scan[time.Time](t, pool, `SELECT clock_timestamp() - $1::text::interval`, age)
+		at := pgtest.Value[time.Time](t, pool, `SELECT clock_timestamp() - $1::text::interval`, age)
 		times[age] = at.UTC()
 		for _, consumer := range []dedup.Consumer{a, b} {
 			for _, id := range []uuid.UUID{dedup.MessageID("s", []byte(age)), idAt(at.AddDate(-1, 0, 0)), idAt(at.AddDate(1, 0, 0))} {

@@ -56,10 +56,10 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "choose another consumer name")
 
 	const ownerSQL = "SELECT consumer_group || topics FROM effectonce.consumers"
-	assert.Equal(t, []string{"billing", "orders"}, scan[[]string](t, pool, ownerSQL))
+	assert.Equal(t, []string{"billing", "orders"}, pgtest.Value[[]string](t, pool, ownerSQL))
 	again := registered(t, pool, claims, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders", "refunds"}})
 	assert.Equal(t, owner, again)
-	assert.Equal(t, []string{"billing", "orders", "refunds"}, scan[[]string](t, pool, ownerSQL), "its owner may change the topics")
+	assert.Equal(t, []string{"billing", "orders", "refunds"}, pgtest.Value[[]string](t, pool, ownerSQL), "its owner may change the topics")
 }
 
 // Names have bounds, which the database enforces and the error states.
@@ -97,7 +97,7 @@ func TestForeverIsDecidedOnce(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	window := func(name string) *float64 {
-		return scan[*float64](t, pool, "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name)
+		return pgtest.Value[*float64](t, pool, "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name)
 	}
 	r := dedup.Registration{Name: "billing", Group: "billing"}
 	registered(t, pool, claims, r)
@@ -164,5 +164,5 @@ func TestConfiguredSchemaIsUsed(t *testing.T) {
 	for _, version := range []int64{3, 4} {
 		require.True(t, fenceAlone(t, pool, claims, "order-1", version))
 	}
-	assert.Equal(t, []int{1, 4}, scan[[]int](t, conn, `SELECT array[count(*), (SELECT version FROM tenant_7.fences)] FROM tenant_7.processed_messages`))
+	assert.Equal(t, []int{1, 4}, pgtest.Value[[]int](t, conn, `SELECT array[count(*), (SELECT version FROM tenant_7.fences)] FROM tenant_7.processed_messages`))
 }

@@ -84,7 +84,7 @@ func TestPauseGrowsWithTheAge(t *testing.T) {
 	for _, c := range [][2]time.Duration{{0, time.Minute}, {10 * time.Minute, 10 * time.Minute}, {10 * time.Hour, 100 * time.Minute}} {
 		passes(t, pool, c[0])
 		do(t, flow, "k", errAway)
-		pause := scan[float64](t, pool, `SELECT extract(epoch FROM retry_at - clock_timestamp())::float8 FROM effectonce.idempotency_keys`)
+		pause := pgtest.Value[float64](t, pool, `SELECT extract(epoch FROM retry_at - clock_timestamp())::float8 FROM effectonce.idempotency_keys`)
 		require.InDelta(t, c[1].Seconds(), pause, 50)
 	}
 }
@@ -509,7 +509,7 @@ func TestCompareFindsWhatDiffers(t *testing.T) {
 	}
 	found, err := flow.Compare(t.Context(), "charge", l)
 	require.NoError(t, err)
-	begins := scan[time.Time](t, pool, `SELECT clock_timestamp() - interval '2 hours'`) // by the database's clock
+	begins := pgtest.Value[time.Time](t, pool, `SELECT clock_timestamp() - interval '2 hours'`) // by the database's clock
 	require.WithinDuration(t, begins, l.since, time.Minute, "half of the window")
 	kinds := map[uuid.UUID]idempotency.DifferenceKind{}
 	for _, d := range found {

@@ -23,7 +23,7 @@ import (
 // stateOf is the state of a key.
 func stateOf(t *testing.T, pool *pgxpool.Pool, value string) string {
 	t.Helper()
-	return scan[string](t, pool, `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value)
+	return pgtest.Value[string](t, pool, `SELECT coalesce((SELECT state::text FROM effectonce.idempotency_keys WHERE key = $1), 'missing')`, value)
 }
 
 type step = idempotency.Step[payment]
@@ -258,7 +258,7 @@ func TestRoleOfTheWorkEndsWithIt(t *testing.T) {
 			return insertOnce(as)(ctx, tx)
 		})
 		require.Equal(t, 1, effects(t, wide, as))
-		who := scan[string](t, pool, `SELECT current_user`)
+		who := pgtest.Value[string](t, pool, `SELECT current_user`)
 		require.NotEqual(t, role, who, as)
 	}
 	do(t, flow, "k", nil)

@@ -181,7 +181,7 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	}), ends("ship")})
 	done := driven(t.Context(), flow)
 	testwait.Chan(t, "the work begins", begun)
-	first := scan[time.Time](t, pool, `SELECT locked_until FROM effectonce.idempotency_keys`)
+	first := pgtest.Value[time.Time](t, pool, `SELECT locked_until FROM effectonce.idempotency_keys`)
 	testwait.Equal(t, 1, "a renewal", func() int {
 		return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > $1`, first)
 	})
@@ -350,7 +350,7 @@ func TestEveryWriteOfAHolderChecksTheToken(t *testing.T) {
 			require.ErrorIs(t, err, c.want)
 			require.NotErrorIs(t, err, called)
 			require.NotEmpty(t, heirs)
-			now := scan[string](t, pool, row)
+			now := pgtest.Value[string](t, pool, row)
 			require.Equal(t, heirs, now, "the key is the heir's")
 			require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
 		})

@@ -55,13 +55,6 @@ func execute(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
-// scan is the one value that a query has.
-func scan[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (value T) {
-	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&value))
-	return value
-}
-
 func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
 	t.Helper()
 	return pgtest.Count(t, pool, sql, args...)

@@ -267,7 +267,7 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 		require.NoError(t, err, "it is put off")
 		require.Zero(t, finished)
 		looked++
-		off := scan[time.Duration](t, pool, `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys WHERE state = 'running' AND attempts = 1
+		off := pgtest.Value[time.Duration](t, pool, `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys WHERE state = 'running' AND attempts = 1
 			AND error LIKE '%["reserve"]%' AND locked_until IS NULL AND phases = '{reserve}'`)
 		require.Greater(t, off, last-5*time.Second)
 		require.LessOrEqual(t, off, 500*time.Second, "a hundred times RetryAfter")

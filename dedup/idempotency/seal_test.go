@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 const canary = "4111-1111-1111-1111"
@@ -37,7 +38,7 @@ func newSealer(t *testing.T, current string, names ...string) *idempotency.AESSe
 // dump is all that the table holds, as text and as bytes.
 func dump(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	return scan[string](t, pool, `SELECT coalesce(string_agg(k::text || ' '
+	return pgtest.Value[string](t, pool, `SELECT coalesce(string_agg(k::text || ' '
 		|| coalesce(encode(body, 'escape'), '') || coalesce(encode(data, 'escape'), '') || coalesce(encode(request, 'escape'), ''), ' '), '')
 		FROM effectonce.idempotency_keys k`)
 }

@@ -40,7 +40,7 @@ func TestActionsFitTheState(t *testing.T) {
 	acts := map[string]func(context.Context, operator.Beginner, keys.Place) (*keys.Changed, error){"unlock": unlock, "retry": retry, "finish": finish}
 	pool := pgtest.Pool(t)
 	all := func() string {
-		return scalar[string](t, pool, "SELECT concat((SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k), (SELECT count(*) FROM effectonce.operator_actions))")
+		return pgtest.Value[string](t, pool, "SELECT concat((SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k), (SELECT count(*) FROM effectonce.operator_actions))")
 	}
 	for _, c := range []struct{ state, unlock, retry, finish string }{
 		{"locked", done, "keys unlock", "keys unlock"},
@@ -69,7 +69,7 @@ func TestActionsFitTheState(t *testing.T) {
 			assert.Equal(t, int64(7), changed.Was.LockToken)
 			if name == "retry work" { // work in one transaction begins from the start
 				assert.Nil(t, changed.Now)
-				assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1", name))
+				assert.Zero(t, pgtest.Value[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1", name))
 				continue
 			}
 			now := find(t, pool, name)
@@ -134,7 +134,7 @@ func TestUnlockFencesTheHolder(t *testing.T) {
 	assert.False(t, response.Replayed)
 	close(free)
 	require.ErrorIs(t, testwait.Chan(t, "the first request's end", first), idempotency.ErrLockLost)
-	assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, "SELECT count(*) FROM reserved"))
 }
 
 // A key whose call may have been made, and must not be made twice, returns to its phases only with
@@ -155,7 +155,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 		_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallDidNotHappen)
 		require.NoError(t, err)
 		assert.Equal(t, keys.Running, find(t, pool, state).State)
-		assert.True(t, scalar[bool](t, pool, "SELECT calling_since IS NULL AND calling IS NULL AND call IS NULL FROM effectonce.idempotency_keys WHERE key = '"+state+"'"), "the age of its call begins anew")
+		assert.True(t, pgtest.Value[bool](t, pool, "SELECT calling_since IS NULL AND calling IS NULL AND call IS NULL FROM effectonce.idempotency_keys WHERE key = '"+state+"'"), "the age of its call begins anew")
 		actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
 		require.NoError(t, err)
 		require.Len(t, actions, 1, "a refusal is not written down")
@@ -167,7 +167,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'repeatable', calling_since = created_at WHERE key = 'no call'")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 	require.NoError(t, err)
-	assert.True(t, scalar[bool](t, pool, "SELECT calling_since = created_at AND call = 'repeatable' FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
+	assert.True(t, pgtest.Value[bool](t, pool, "SELECT calling_since = created_at AND call = 'repeatable' FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
 	place = key(t, pool, "paid", "indeterminate")
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET call = 'repeatable', calling_since = created_at WHERE key = 'paid'") // it is too old to be made again
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
@@ -179,7 +179,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 		_, err = keys.Retry(t.Context(), pool, schema, ana, place2, call)
 		require.ErrorAs(t, err, new(*keys.RefusedError), "it would be executed from the start")
 	}
-	assert.True(t, scalar[bool](t, pool, "SELECT calling = 'pay' AND call = 'happened' AND calling_since IS NULL FROM effectonce.idempotency_keys WHERE key = 'paid'"), "its Write comes next")
+	assert.True(t, pgtest.Value[bool](t, pool, "SELECT calling = 'pay' AND call = 'happened' AND calling_since IS NULL FROM effectonce.idempotency_keys WHERE key = 'paid'"), "its Write comes next")
 }
 
 // errLost is a foreign system that does not answer.
@@ -228,7 +228,7 @@ func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, idempotency.Response{Status: 200, Header: map[string][]string{"X-By": {"ana"}}, Body: []byte("by hand"), Replayed: true}, response)
 	assert.Equal(t, int32(2), calls.Load())
-	assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, "SELECT count(*) FROM reserved"))
 }
 
 // reverse is a Sealer that can be seen through.
@@ -263,7 +263,7 @@ func TestAnOutcomeUnderWayIsWaitedFor(t *testing.T) {
 		refused <- err
 	}()
 	testwait.True(t, "the operator waits", func() bool {
-		return scalar[bool](t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", conn.PgConn().PID())
+		return pgtest.Value[bool](t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", conn.PgConn().PID())
 	})
 	require.NoError(t, worker.Commit(t.Context()))
 	require.ErrorContains(t, testwait.Chan(t, "the refusal", refused), "never changed")
@@ -287,9 +287,9 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	reaped, err := idempotency.Reap(t.Context(), pool, schema)
 	require.NoError(t, err)
 	assert.Equal(t, idempotency.Reaped{Forgotten: 2506, Doubted: 4}, reaped)
-	assert.Equal(t, 7, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
-	assert.Equal(t, 4, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'flow' AND state = 'abandoned'"), "something of them happened")
-	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
+	assert.Equal(t, 7, pgtest.Value[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
+	assert.Equal(t, 4, pgtest.Value[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'flow' AND state = 'abandoned'"), "something of them happened")
+	assert.Equal(t, 10, pgtest.Value[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
 }
 
 // Property: keys are retried together only as each could be alone, of one operation, and once each: what
@@ -324,8 +324,8 @@ func TestRetryAll(t *testing.T) {
 	require.Len(t, report.Left, 2)
 	assert.Contains(t, report.Left[0].Why, "may be on its way until")
 	assert.Contains(t, report.Left[1].Why, "it changed meanwhile")
-	assert.Equal(t, 1202-2, scalar[int](t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge' AND state = 'running'`))
-	assert.Equal(t, 1200, scalar[int](t, pool, `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'key.retry'`))
+	assert.Equal(t, 1202-2, pgtest.Value[int](t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge' AND state = 'running'`))
+	assert.Equal(t, 1200, pgtest.Value[int](t, pool, `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'key.retry'`))
 	assert.Equal(t, "abandoned", find(t, pool, "not meant").State)
 }
 

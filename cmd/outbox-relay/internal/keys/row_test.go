@@ -215,7 +215,7 @@ func TestDocumentedClaim(t *testing.T) {
 func TestDocumentedPhases(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	token := scalar[int64](t, pool, documented(t, request("x", "0")...)[1][0])
+	token := pgtest.Value[int64](t, pool, documented(t, request("x", "0")...)[1][0])
 	steps := func(taken int64) []string { return documented(t, request("x", fmt.Sprint(token+taken))...)[1] }
 	first, second := steps(0), steps(1)
 	require.Len(t, first, 4)
@@ -267,12 +267,6 @@ func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
 	_, err := pool.Exec(t.Context(), sql, args...)
 	require.NoError(t, err, sql)
-}
-
-func scalar[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v T) {
-	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&v), sql)
-	return v
 }
 
 // find returns the one key of a name.

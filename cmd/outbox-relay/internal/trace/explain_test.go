@@ -34,14 +34,14 @@ func TestExplainFollowsAMessage(t *testing.T) {
 	t.Parallel()
 	pool, topic, next := pgtest.Pool(t), kafkatest.Topic(t, 3), kafkatest.Topic(t, 1)
 	exec(t, pool, insertSQL, topic)
-	id := scalar[string](t, pool, insertSQL, topic)
+	id := pgtest.Value[string](t, pool, insertSQL, topic)
 
 	x := explain(t, pool, kafka(t), id)
 	require.Len(t, x.Outbox, 1)
 	assert.Empty(t, x.Outbox[0].States, "no relay ran")
 	assert.Empty(t, x.Records)
 	publish(t, pool)
-	later := scalar[string](t, pool, insertSQL, topic)
+	later := pgtest.Value[string](t, pool, insertSQL, topic)
 	assert.Equal(t, trace.StateWaiting, explain(t, pool, nil, later).Outbox[0].States["default"])
 
 	x = explain(t, pool, kafka(t), id)
@@ -85,8 +85,8 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 	}), "SELECT count(*) = 2 FROM effectonce.parked_messages")
 	exec(t, pool, `INSERT INTO effectonce.operator_actions (who, what, why, subject)
 		SELECT 'ana', 'parked.retry', 'why not', jsonb_build_object('message_id', message_id) FROM effectonce.parked_messages`)
-	hash := scalar[string](t, pool, "SELECT effectonce.message_id('shop', 'order-7')::text")
-	place := scalar[string](t, pool, `SELECT format('%s/%s/%s', topic, partition, "offset") FROM effectonce.parked_messages WHERE key = 'k'`)
+	hash := pgtest.Value[string](t, pool, "SELECT effectonce.message_id('shop', 'order-7')::text")
+	place := pgtest.Value[string](t, pool, `SELECT format('%s/%s/%s', topic, partition, "offset") FROM effectonce.parked_messages WHERE key = 'k'`)
 	for _, asked := range []string{"order-7", hash, place} {
 		x := explain(t, pool, kafka(t), asked)
 		require.Len(t, x.Records, 1, asked)
@@ -137,14 +137,14 @@ func TestCutDecidesWhatIsPublished(t *testing.T) {
 	defer late.Rollback(context.WithoutCancel(t.Context()))
 	ids := make([]string, 5)
 	require.NoError(t, late.QueryRow(t.Context(), insertSQL, "t").Scan(&ids[0]))
-	ids[1] = scalar[string](t, pool, insertSQL, "t")
+	ids[1] = pgtest.Value[string](t, pool, insertSQL, "t")
 	exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 1, pg_current_snapshot(), 2")
-	ids[2], ids[3] = scalar[string](t, pool, insertSQL, "t"), scalar[string](t, pool, insertSQL, "t")
+	ids[2], ids[3] = pgtest.Value[string](t, pool, insertSQL, "t"), pgtest.Value[string](t, pool, insertSQL, "t")
 	exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 2, pg_current_snapshot(), 4")
 	exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
 	exec(t, pool, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq) VALUES ('default', 0, 1, 0, 1, 2, 3)")
 	require.NoError(t, late.Commit(t.Context()))
-	ids[4] = scalar[string](t, pool, insertSQL, "t")
+	ids[4] = pgtest.Value[string](t, pool, insertSQL, "t")
 	states := func() (all string) {
 		for _, id := range ids {
 			all += explain(t, pool, nil, id).Outbox[0].States["default"][:1]
@@ -217,8 +217,8 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 func TestWhatWasHandledWithoutAClaim(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	id := scalar[string](t, pool, insertSQL, topic)
-	later := scalar[string](t, pool, insertSQL, topic)
+	id := pgtest.Value[string](t, pool, insertSQL, topic)
+	later := pgtest.Value[string](t, pool, insertSQL, topic)
 	publish(t, pool)
 	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 2 FROM effectonce.processed_messages")
 	assert.Empty(t, explain(t, pool, kafka(t), id).Passed, "it has its claim")
@@ -241,7 +241,7 @@ func TestWhereASearchBegins(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('c', 'c', $1)", []string{kafkatest.Topic(t, 1)})
-	now := scalar[time.Time](t, pool, "SELECT now()")
+	now := pgtest.Value[time.Time](t, pool, "SELECT now()")
 	for _, random := range []string{"105e2ec6-3bcb-4b84-9d2a-0f1f8b7c9a10", "12345678-1234-4234-8234-123456789012"} {
 		x := explain(t, pool, kafka(t), random)
 		require.NotNil(t, x.Searched)
@@ -253,7 +253,7 @@ func TestWhereASearchBegins(t *testing.T) {
 	ahead[0] = 0x10 // in the year 2527
 	assert.True(t, explain(t, pool, kafka(t), ahead.String()).Searched.Since.Before(now))
 
-	id := scalar[string](t, pool, "INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'x', now() + interval '1 hour') RETURNING id::text", topic)
+	id := pgtest.Value[string](t, pool, "INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'x', now() + interval '1 hour') RETURNING id::text", topic)
 	x := explain(t, pool, kafka(t), id)
 	assert.Equal(t, []string{topic}, x.Searched.Topics)
 }

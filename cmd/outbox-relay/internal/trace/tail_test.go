@@ -176,12 +176,6 @@ func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	require.NoError(t, err, sql)
 }
 
-func scalar[T any](t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (v T) {
-	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&v), sql)
-	return v
-}
-
 func options(t *testing.T) []kgo.Opt {
 	t.Helper()
 	return []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}
@@ -209,7 +203,7 @@ func consume(t *testing.T, pool *pgxpool.Pool, topic string, handler consumer.Ha
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- c.Run(ctx) }()
-	testwait.True(t, until, func() bool { return scalar[bool](t, pool, until) })
+	testwait.True(t, until, func() bool { return pgtest.Value[bool](t, pool, until) })
 	cancel()
 	require.NoError(t, testwait.Chan(t, "the consumer's end", done))
 }

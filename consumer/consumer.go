@@ -216,7 +216,7 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 		if look > 0 {
 			pause.For(ctx, missingPause)
 		}
-		metadata, err := kadm.NewClient(client).Metadata(ctx, c.cfg.Topics...)
+		metadata, err := kadm.NewClient(client).Metadata(kadm.WithAuthorizedOps(ctx), c.cfg.Topics...) // else each look has the answer of the first
 		if err != nil {
 			return fmt.Errorf("ask Kafka for topics: %w", err)
 		}

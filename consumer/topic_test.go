@@ -84,6 +84,22 @@ func TestRecreatedTopicStartsAnew(t *testing.T) {
 	})
 }
 
+// Property: so does one that is recreated while it is paused: what the client knew of the earlier one counts for nothing.
+func TestPausedTopicIsRecreated(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produce("a0", "a1", "a2")
+	c, stop := h.start(consumer.Each(effect), nil)
+	h.waitEffects(3)
+	h.exec(fmt.Sprintf(`INSERT INTO effectonce.consumer_pauses VALUES ('%[1]s', '%[1]s', 'ops', 'look')`, h.topic))
+	h.wait("paused", func() bool { return consumer.State(c, h.topic, 0) == "paused by an operator" })
+	kafkatest.Recreate(t, h.topic)
+	h.produce("b0")
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 2`) // as a failover does: it is acquired again
+	h.exec(`DELETE FROM effectonce.consumer_pauses`)
+	h.untilEffects(4, stop)
+}
+
 // Property: partitions that are added are consumed from their beginning, everything once. Row C37
 // of guarantees.md.
 func TestAddedPartitionsAreConsumed(t *testing.T) {
@@ -269,30 +285,35 @@ func TestMissingTopic(t *testing.T) {
 	require.NotContains(t, err.Error(), h.topic+",")
 }
 
-// Property: a topic that the consumer may not read does not count as missing: Run does not end.
-func TestForbiddenTopicIsNoMissingOne(t *testing.T) {
-	t.Parallel()
-	h, fake := newFaked(t, 1)
-	h.kafka = quick()
-	var forbidden atomic.Bool
-	forbidden.Store(true)
-	var refused atomic.Int64
+// refused makes a kfake answer questions about topics with an error.
+func refused(fake *kfake.Cluster, with *kerr.Error) (left *atomic.Int64) {
+	left = &atomic.Int64{}
 	answer(fake, func(asked *kmsg.MetadataRequest) kmsg.Response {
-		if !forbidden.Load() || len(asked.Topics) == 0 {
+		if len(asked.Topics) == 0 || left.Add(-1) < 0 {
 			return nil
 		}
-		refused.Add(1)
 		response, _ := asked.ResponseKind().(*kmsg.MetadataResponse)
 		for _, topic := range asked.Topics {
 			answer := kmsg.NewMetadataResponseTopic()
-			answer.Topic, answer.TopicID, answer.ErrorCode = topic.Topic, topic.TopicID, kerr.TopicAuthorizationFailed.Code
+			answer.Topic, answer.TopicID, answer.ErrorCode = topic.Topic, topic.TopicID, with.Code
 			response.Topics = append(response.Topics, answer)
 		}
 		return response
 	})
-	stop := h.run(consumer.Each(effect), nil)
-	h.wait("refused to the session, too", func() bool { return refused.Load() > 2 })
-	forbidden.Store(false)
-	h.produce("0")
-	h.untilEffects(1, stop)
+	return left
+}
+
+// Property: a topic that the consumer may not read does not count as missing: Run does not end. Nor does one that
+// the first broker does not know yet.
+func TestRefusedTopicIsNoMissingOne(t *testing.T) {
+	t.Parallel()
+	for err, times := range map[*kerr.Error]int64{kerr.TopicAuthorizationFailed: 3, kerr.UnknownTopicOrPartition: 2} {
+		t.Run(err.Message, func(t *testing.T) {
+			t.Parallel()
+			h, fake := newFaked(t, 1)
+			h.produce("0")
+			refused(fake, err).Store(times)
+			h.untilEffects(1, h.run(consumer.Each(effect), nil))
+		})
+	}
 }

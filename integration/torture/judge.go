@@ -2,6 +2,7 @@ package torture
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"math"
 	"runtime/pprof"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/pause"
@@ -38,7 +40,7 @@ const missingSQL = expectedSQL + `SELECT * FROM expected AS w WHERE NOT EXISTS
 
 const (
 	countSQL      = `SELECT count(*) FROM `
-	unfinishedSQL = `SELECT FROM effectonce.idempotency_keys WHERE state <> 'finished'`
+	unfinishedSQL = `SELECT FROM effectonce.idempotency_keys WHERE state <> 'finished' UNION ALL SELECT FROM pg_prepared_xacts`
 )
 
 // drain waits until every order has its effects, and retries what is parked or dead as an operator does.
@@ -52,6 +54,7 @@ func (r *run) drain(ctx context.Context) {
 		} {
 			statement(sql)(ctx, r, Fault{})
 		}
+		r.readLetters(ctx)
 		n := 1
 		for _, count := range r.rows(ctx, countSQL+`(SELECT FROM (`+missingSQL+`) AS missing UNION ALL (`+unfinishedSQL+`)) AS rest`) {
 			_, _ = fmt.Sscan(count, &n)
@@ -65,7 +68,7 @@ func (r *run) drain(ctx context.Context) {
 			moved, before = time.Now(), n
 		case time.Since(moved) > StuckAfter:
 			r.report.Stuck = n
-			r.broken("%d effects are missing, or keys not finished, and none came for %v: %s", n, StuckAfter, examples(r.rows(ctx, missingSQL+` LIMIT 9`)))
+			r.broken("%d effects are missing, or keys or transactions not finished, and none came for %v: %s", n, StuckAfter, examples(r.rows(ctx, missingSQL+` LIMIT 9`)))
 			_ = pprof.Lookup("goroutine").WriteTo(r.Log, 1) // nothing can be done about an error
 			for _, g := range r.groups {
 				if r.kafka.Fake != nil {
@@ -76,6 +79,23 @@ func (r *run) drain(ctx context.Context) {
 		}
 		pause.For(ctx, max(restartGap, 5*time.Since(looked))) // the more there is, the longer it takes to look
 	}
+}
+
+// readLetters notes that the effects of dead letters are not expected any more.
+func (r *run) readLetters(ctx context.Context) {
+	polling, cancel := context.WithTimeout(ctx, restartGap)
+	defer cancel()
+	r.client.PollFetches(polling).EachRecord(func(record *kgo.Record) {
+		of := slices.IndexFunc(record.Headers, func(h kgo.RecordHeader) bool { return h.Key == "kafka_dlt-original-consumer-group" })
+		var e event
+		err := json.Unmarshal(record.Value, &e)
+		if err == nil {
+			_, err = r.pool.Exec(ctx, `INSERT INTO public.torture_discarded VALUES ($1, $2, $3)`, string(record.Headers[of].Value), e.Source, e.ID)
+		}
+		if err != nil {
+			r.broken("a dead letter cannot be read: %v", err)
+		}
+	})
 }
 
 // watch looks whether a position goes back more often than operators rewound its group.

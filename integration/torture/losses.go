@@ -23,8 +23,9 @@ type loss struct {
 // lostCommits ends PostgreSQL, and continues with a copy that is older, as where a standby that lagged is promoted.
 func lostCommits(ctx context.Context, r *run, f Fault) {
 	// By position, what is published again is another message; and so it is without an order, if a copy of the parent is first.
+	// A dead letter stays in its topic, although the database forgot it.
 	repeats := func(g GroupPlan) bool {
-		return g.config.Dedup == consumer.DedupByPosition || g.child != "" && !g.ordered()
+		return g.config.Dedup == consumer.DedupByPosition || g.config.DeadLetterTopic != "" || g.child != "" && !g.ordered()
 	}
 	if r.plan.Retention || slices.ContainsFunc(r.plan.Groups, repeats) {
 		r.report.Faults--

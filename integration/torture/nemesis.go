@@ -3,6 +3,7 @@ package torture
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -158,8 +159,8 @@ func (r *run) kill(ctx context.Context, i int) {
 const (
 	// retryParkedSQL retries what an operator may retry: a conflict has an effect of its own then.
 	retryParkedSQL = `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE state = 'parked' AND reason <> 'conflict'`
-	// discardSQL discards messages, and discardedSQL notes that their effects are not expected any more.
-	discardSQL   = `WITH gone AS (DELETE FROM effectonce.parked_messages WHERE state = 'parked'`
+	// discardSQL discards messages, while they are retried or not, and discardedSQL notes that their effects are not expected any more.
+	discardSQL   = `WITH gone AS (DELETE FROM effectonce.parked_messages WHERE state <> 'behind'`
 	discardedSQL = ` RETURNING consumer, convert_from(payload, 'UTF8')::jsonb AS event)
 		INSERT INTO public.torture_discarded SELECT c.consumer_group, event->>'Source', (event->>'ID')::bigint FROM gone JOIN effectonce.consumers AS c ON c.id = gone.consumer`
 )
@@ -247,7 +248,7 @@ func (r *run) crash(ctx context.Context, crashes ...crash) {
 			}
 			pause.For(ctx, c.behind)
 			if err := errors.Join(err, c.server.Restart(ctx)); err != nil {
-				r.broken("kill a server and start it again: %v", err)
+				r.abort(fmt.Errorf("kill a server and start it again: %w", err))
 			}
 		}
 	})

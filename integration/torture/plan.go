@@ -57,6 +57,7 @@ const (
 	topicOrders = "torture-orders"
 	topicMore   = "torture-more"
 	topicChild  = "torture-children"
+	topicDead   = "torture-dead"
 
 	partitions = 3
 	keysAll    = 40
@@ -71,7 +72,7 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 	p := &Plan{Seed: seed, ExactlyOnce: random.IntN(3) > 0, Shards: pick[int16](random, 1, 1, 3), Scheduled: random.IntN(2) == 0}
 	p.Again = random.IntN(2) == 0
 	p.Flooded, p.Retention = random.IntN(3) == 0, random.IntN(3) == 0
-	byPosition := p.ExactlyOnce && !p.Again
+	byPosition, letters := p.ExactlyOnce && !p.Again, random.IntN(12) // of one group in every fourth plan
 	for i := range 3 {
 		g := GroupPlan{Shape: pick(random, shapeEach, shapeEach, shapeQueued, shapeBatch), Topics: []string{topicOrders, topicMore}, child: topicChild}
 		if i == 2 {
@@ -88,6 +89,9 @@ func draw(seed uint64, duration time.Duration, faults []string) *Plan {
 			DrainMax:  pick(random, 200*time.Millisecond, 2*time.Second),
 			OnFailure: pick(random, consumer.OnFailurePark, consumer.OnFailurePark, consumer.OnFailureBlock),
 			RetryMin:  20 * time.Millisecond, RetryMax: 500 * time.Millisecond,
+		}
+		if i == letters {
+			g.config.OnFailure, g.config.DeadLetterTopic = consumer.OnFailureDeadLetter, topicDead
 		}
 		patience := pick(random, time.Second, time.Second, 5*time.Second) // more than session: what is frozen outlives its membership
 		g.config.HandlerTimeout, g.config.StatementTimeout, g.config.IdleTimeout = patience, patience, patience*7/10

@@ -81,7 +81,7 @@ func (r *run) setUp(ctx context.Context) error {
 			return fmt.Errorf("create the rival's tables: %w", err)
 		}
 	}
-	created, err := kadm.NewClient(r.client).CreateTopics(ctx, partitions, 1, nil, topicOrders, topicMore, topicChild)
+	created, err := kadm.NewClient(r.client).CreateTopics(ctx, partitions, 1, nil, topicOrders, topicMore, topicChild, topicDead)
 	return errors.Join(err, created.Error())
 }
 
@@ -90,6 +90,7 @@ const (
 	writerGapMax = 80 * time.Millisecond
 	waitsMax     = 300 * time.Millisecond // of a transaction that stays open
 	scheduledMax = 4 * time.Second
+	preparedMax  = 3 * time.Second
 	clockMax     = time.Hour
 	paddingBytes = 3000 // more than refusedBytes
 )
@@ -132,6 +133,9 @@ func (r *run) order(ctx context.Context, random *rand.Rand) {
 			return errChange
 		case 3:
 			pause.For(ctx, between(random, 0, waitsMax))
+		case 4: // the COMMIT that follows does nothing
+			_, err := tx.Exec(ctx, fmt.Sprintf("PREPARE TRANSACTION 'torture %d'", placed[0]))
+			return err
 		}
 		return nil
 	})
@@ -142,6 +146,18 @@ func (r *run) order(ctx context.Context, random *rand.Rand) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.acknowledged = append(r.acknowledged, placed...)
+}
+
+// commitPrepared is a manager of transactions over two databases: what is prepared will be committed, some of it late.
+func (r *run) commitPrepared(ctx context.Context) {
+	for pause.For(ctx, restartGap) {
+		rows, _ := r.pool.Query(ctx, `SELECT gid FROM pg_prepared_xacts WHERE prepared < clock_timestamp() - random() * $1::interval`, preparedMax)
+		prepared, _ := pgx.CollectRows(rows, pgx.RowTo[string]) // a server that is down is asked again
+		for _, gid := range prepared {
+			_, err := r.pool.Exec(ctx, "COMMIT PREPARED '"+gid+"'")
+			r.logger.Info("shop: commit prepared", "transaction", gid, "error", err)
+		}
+	}
 }
 
 // place places one order in a transaction.
@@ -247,7 +263,7 @@ func (r *run) publishAgain(ctx context.Context) {
 			}
 			var e event
 			err := json.Unmarshal(record.Value, &e)
-			if conflicts && !e.Garbage && random.IntN(20) == 0 {
+			if conflicts && !e.Garbage && random.IntN(min(20, r.plan.rarely(4))) == 0 {
 				e.ID, e.Garbage = -e.ID, true
 				again.Value, _ = json.Marshal(e) // no event is an error
 			}

@@ -19,17 +19,21 @@ const readMax = 5 * time.Second
 
 // passed returns the offsets up to which all groups have handled the records of their topics.
 func (r *run) passed(ctx context.Context) (kadm.Offsets, error) {
-	rows, _ := r.pool.Query(ctx, `SELECT topic, partition, min(next_offset) FROM effectonce.consumer_positions WHERE NOT pg_is_in_recovery()
-		GROUP BY topic, partition HAVING count(next_offset) = CASE WHEN topic = $1 THEN 1 ELSE 2 END`, topicChild)
+	topics, topicsErr := kadm.NewClient(r.client).ListTopics(kadm.WithAuthorizedOps(ctx)) // not from memory
+	rows, _ := r.pool.Query(ctx, `SELECT topic, topic_id, partition, min(next_offset) FROM effectonce.consumer_positions WHERE NOT pg_is_in_recovery()
+		GROUP BY topic, topic_id, partition HAVING count(next_offset) = CASE WHEN topic = $1 THEN 1 ELSE 2 END`, topicChild)
 	passed := kadm.Offsets{}
 	var topic string
+	var id [16]byte
 	var partition int32
 	var next int64
-	_, err := pgx.ForEachRow(rows, []any{&topic, &partition, &next}, func() error {
-		passed.AddOffset(topic, partition, next, -1)
+	_, err := pgx.ForEachRow(rows, []any{&topic, &id, &partition, &next}, func() error {
+		if topics[topic].ID == id { // else the position is that of a topic that was restarted
+			passed.AddOffset(topic, partition, next, -1)
+		}
 		return nil
 	})
-	return passed, err
+	return passed, errors.Join(topicsErr, err)
 }
 
 // retention deletes the records that all groups have passed.

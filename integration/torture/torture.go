@@ -4,7 +4,7 @@
 // one topic that the third reads), a relay and an HTTP service of two replicas each, and faults with their
 // times, some of them things that operators do. Clients send requests under idempotency keys until each is
 // answered: an order, an event for two receivers of webhooks, or a charge by a bank, whose answers are late or
-// lost. Writers place orders, and say for most of them nothing and for some a habit: something that people write in handlers,
+// lost. Writers place orders, a few in prepared transactions, and say for most of them nothing and for some a habit: something that people write in handlers,
 // from the errors that everybody has to roles, savepoints and sessions that are left behind. Then the
 // faults end, and everything has to drain. The judge reads the tables with plain SQL: each acknowledged
 // order has one effect in each group, with all its children, in the order of its key; each request happened
@@ -113,6 +113,7 @@ type run struct {
 	gone     []*replica     // stopped, or killed; some end later
 	pending  sync.WaitGroup // faults that are not over
 	crashing sync.Mutex
+	abort    context.CancelCauseFunc
 	// restarting is held while a topic must stay paused.
 	restarting sync.RWMutex
 
@@ -180,6 +181,8 @@ func once(ctx context.Context, opts Options) (_ *Report, err error) {
 		Options: opts, logger: slog.New(slog.NewTextHandler(opts.Log, nil)), habits: habits(), report: Report{Seed: opts.Seed, Problems: []string{}},
 		bank: bank{acted: map[string]map[string]int{}}, rewound: map[string]int{},
 	}
+	ctx, r.abort = context.WithCancelCause(ctx)
+	defer r.abort(nil)
 	defer func() { err = errors.Join(err, r.stopServers(ctx)) }()
 	if err := r.startServers(ctx); err != nil {
 		return nil, err
@@ -204,6 +207,9 @@ func once(ctx context.Context, opts Options) (_ *Report, err error) {
 	}
 	defer r.stopReplicas()
 	r.startReplicas(ctx)
+	managing, stopManaging := context.WithCancel(ctx)
+	defer stopManaging()
+	go r.commitPrepared(managing)
 	writing, stopWriting := context.WithCancel(ctx)
 	defer stopWriting()
 	var writers sync.WaitGroup
@@ -218,13 +224,15 @@ func once(ctx context.Context, opts Options) (_ *Report, err error) {
 	r.drain(ctx)
 	r.stopReplicas()
 	r.judge(ctx)
-	return &r.report, ctx.Err()
+	return &r.report, context.Cause(ctx)
 }
 
 func (r *run) startServers(ctx context.Context) (err error) {
 	r.Progress("starting the servers (the first run downloads PostgreSQL)")
 	if r.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: r.Embedded, Parameters: map[string]string{
-		"max_connections": "300", "max_standby_archive_delay": "100ms", // pg_promote itself is in the way of what is replayed
+		"max_connections": "300", "max_prepared_transactions": "50",
+		"recovery_target_timeline":  "current", // a crash may leave the beginning of a later one
+		"max_standby_archive_delay": "100ms",   // pg_promote itself is in the way of what is replayed
 	}}); err != nil {
 		return err
 	}
@@ -234,10 +242,10 @@ func (r *run) startServers(ctx context.Context) (err error) {
 	r.report.Postgres, r.report.Kafka = r.postgres.Description, r.kafka.Description
 	r.Progress(r.postgres.Description)
 	r.Progress(r.kafka.Description)
-	if r.client, err = kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...)); err != nil {
+	if r.client, err = kgo.NewClient(kgo.SeedBrokers(r.kafka.Brokers...), kgo.ConsumeTopics(topicDead), kgo.FetchIsolationLevel(kgo.ReadCommitted())); err != nil {
 		return err
 	}
-	if r.pool, err = pgxpool.New(ctx, r.postgres.URL); err != nil {
+	if r.pool, err = pgxpool.New(ctx, r.postgres.URL+"&pool_max_conns=30"); err != nil {
 		return err
 	}
 	return r.pool.QueryRow(ctx, `SELECT current_setting('data_directory')`).Scan(&r.data)

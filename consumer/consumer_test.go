@@ -325,8 +325,11 @@ func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
 		_, err := consumer.New(pool, nil, consumer.Each(effect), cfg)
 		require.ErrorContains(t, err, "cache_describe")
 	}
+	pool := h.poolWith(func(config *pgxpool.Config) { config.ConnConfig.DescriptionCacheCapacity = 0 })
+	_, err := consumer.New(pool, nil, consumer.Each(effect), cfg)
+	require.ErrorContains(t, err, "description_cache_capacity 0: want at least 1")
 	cfg.DrainMax = 10 * time.Second
-	_, err := consumer.New(h.pool, []kgo.Opt{kgo.RebalanceTimeout(5 * time.Second)}, consumer.Each(effect), cfg)
+	_, err = consumer.New(h.pool, []kgo.Opt{kgo.RebalanceTimeout(5 * time.Second)}, consumer.Each(effect), cfg)
 	require.ErrorContains(t, err, "DrainMax 10s: want less than the rebalance timeout")
 }
 

@@ -178,7 +178,7 @@ func (c *Claims) Compare(ctx context.Context, db Querier, consumer Consumer, res
 	}
 	result.conflicts = make([]bool, len(result.msgs))
 	ids, fingerprints := result.columns(others)
-	rows, err := db.Query(ctx, c.sql[consumer.forever].conflicts, ids, consumer.id, fingerprints)
+	rows, err := db.Query(ctx, c.sql[consumer.forever].conflicts, pgx.QueryExecModeCacheDescribe, ids, consumer.id, fingerprints) // planned each time
 	if err != nil {
 		return WrapClaimError(err)
 	}

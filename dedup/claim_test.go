@@ -162,6 +162,26 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	assert.Zero(t, pgtest.Count(t, observer, "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0"))
 }
 
+// A partition is not read once for each duplicate, although it was empty when its statistics and the plan were made, as
+// tomorrow's is.
+func TestDuplicatesOfANewPartition(t *testing.T) {
+	t.Parallel()
+	pool, claims, timed := newPool(t, pgtest.Database(t), 1), newClaims(t), newIDs(t, 1)
+	const fill = "INSERT INTO effectonce.processed_messages SELECT (%s || substr(gen_random_uuid()::text, 15))::uuid, 1, 0 FROM generate_series(1, 20000)"
+	exec(t, pool, "VACUUM ANALYZE effectonce.processed_messages")
+	exec(t, pool, fmt.Sprintf(fill, "substr(effectonce.uuid_floor(now())::text, 1, 14)"))
+	for range 8 { // from the sixth time on the plan may be the one for all arguments
+		claimAlone(t, pool, claims, dedup.Numbered(1), timed...)
+	}
+	exec(t, pool, fmt.Sprintf(fill, "'90000000-0000-'"))
+	tx, _ := begin(t, pool, pgx.TxOptions{})
+	ids := pgtest.Column[uuid.UUID](t, tx, "SELECT message_id FROM effectonce.processed_messages_untimed LIMIT 500")
+	_, err := claims.ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages(ids))
+	require.NoError(t, err)
+	const readSQL = "SELECT seq_tup_read FROM pg_stat_xact_all_tables WHERE relid = 'effectonce.processed_messages_untimed'::regclass"
+	require.Less(t, pgtest.Count(t, tx, readSQL), 3*20000, "rows that were read in sequence")
+}
+
 // An error that a new transaction cannot resolve is not ErrRetry, and names the operation that
 // failed.
 func TestOtherErrorsAreNotForRetry(t *testing.T) {

@@ -20,6 +20,8 @@ ON CONFLICT DO NOTHING
 RETURNING message_id`
 )
 
+// conflictsSQL is planned each time: a plan for all arguments that was made while a partition was empty reads it once for
+// each message.
 const conflictsSQL = `-- dedup.conflicts
 SELECT m.n FROM unnest($1::uuid[], $3::int4[]) WITH ORDINALITY AS m (id, fingerprint, n)
 JOIN effectonce.processed_messages p ON p.message_id = m.id AND p.consumer = $2

@@ -15,9 +15,7 @@ func Pool(pool *pgxpool.Pool) error {
 	}
 	config := pool.Config().ConnConfig
 	if several(config) && config.ValidateConnect == nil {
-		// A connection to a standby sees other rows than the primary, and statements would go to
-		// either.
-		return errors.New("pool: several hosts, and nothing says which is the primary: add target_session_attrs=read-write")
+		return errors.New("pool: several hosts, and nothing says which is the primary, and a standby has other rows: add target_session_attrs=read-write")
 	}
 	switch mode := config.DefaultQueryExecMode; mode {
 	case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
@@ -25,13 +23,15 @@ func Pool(pool *pgxpool.Pool) error {
 		return fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe", mode)
 	case pgx.QueryExecModeDescribeExec:
 		return fmt.Errorf("pool: default_query_exec_mode %v: want cache_describe: behind a pooler it may execute another client's statement", mode)
-	case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe:
+	case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe: // some statements always go in the second
+		if config.DescriptionCacheCapacity == 0 {
+			return errors.New("pool: description_cache_capacity 0: want at least 1 (default 512)")
+		}
 	}
 	return nil
 }
 
-// several reports whether connections may go to different servers. The list may name the same
-// server with TLS and without.
+// several reports whether connections may go to different servers, not only with TLS and without.
 func several(config *pgx.ConnConfig) bool {
 	for _, other := range config.Fallbacks {
 		if other.Host != config.Host || other.Port != config.Port {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/testwait"
@@ -29,9 +30,9 @@ func Now(t *testing.T) time.Time {
 }
 
 // Exec runs a statement that has to succeed.
-func Exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
+func Exec(t *testing.T, db Querier, sql string, args ...any) {
 	t.Helper()
-	_, err := conn.Exec(t.Context(), sql, args...)
+	_, err := db.Exec(t.Context(), sql, args...)
 	require.NoError(t, err, sql)
 }
 
@@ -45,6 +46,7 @@ func Blocked(t *testing.T, look, holder *pgx.Conn) {
 
 // Querier is a pool, a connection or a transaction.
 type Querier interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }

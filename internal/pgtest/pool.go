@@ -36,8 +36,7 @@ func PoolOf(tb testing.TB, config *pgxpool.Config) *pgxpool.Pool {
 	return pool
 }
 
-// NoPool returns a pool of a server that does not exist. Code that asks it for a connection gets an
-// error at once, so code that works with it needs no connection.
+// NoPool returns a pool of a server that does not exist: code that works with it needs no connection.
 func NoPool(tb testing.TB) *pgxpool.Pool {
 	tb.Helper()
 	pool, err := pgxpool.New(tb.Context(), "postgres://nobody@127.0.0.1:1/none?connect_timeout=1")
@@ -48,8 +47,7 @@ func NoPool(tb testing.TB) *pgxpool.Pool {
 	return pool
 }
 
-// Unused waits until all connections of a pool are released: a pool closes one that cannot be used
-// again in the background.
+// Unused waits until all connections of a pool are released: it closes some of them in the background.
 func Unused(tb testing.TB, pool *pgxpool.Pool) {
 	tb.Helper()
 	testwait.Equal(tb, 0, "connections in use", func() int32 { return pool.Stat().AcquiredConns() })

@@ -105,7 +105,7 @@ func TestActionsFitTheState(t *testing.T) {
 func TestUnlockFencesTheHolder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, reservedSQL)
+	pgtest.Exec(t, pool, reservedSQL)
 	called, free := make(chan struct{}), make(chan struct{})
 	var calls atomic.Int32
 	pay := idempotency.Phase[struct{}]{
@@ -145,7 +145,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	pool := pgtest.Pool(t)
 	for _, state := range []string{"indeterminate", "abandoned"} {
 		place := key(t, pool, state, state)
-		exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once'")
+		pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once'")
 		_, err := keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 		require.ErrorContains(t, err, "a person decides", state)
 		row := find(t, pool, state)
@@ -164,12 +164,12 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	place := key(t, pool, "no call", "abandoned")
 	_, err := keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
 	require.ErrorContains(t, err, "a person decides")
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'repeatable', calling_since = created_at WHERE key = 'no call'")
+	pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'repeatable', calling_since = created_at WHERE key = 'no call'")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 	require.NoError(t, err)
 	assert.True(t, pgtest.Value[bool](t, pool, "SELECT calling_since = created_at AND call = 'repeatable' FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
 	place = key(t, pool, "paid", "indeterminate")
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET call = 'repeatable', calling_since = created_at WHERE key = 'paid'") // it is too old to be made again
+	pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET call = 'repeatable', calling_since = created_at WHERE key = 'paid'") // it is too old to be made again
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallUnknown)
 	require.ErrorContains(t, err, "a person decides")
 	_, err = keys.Retry(t.Context(), pool, schema, ana, place, keys.CallHappened)
@@ -200,7 +200,7 @@ func undecided(t *testing.T, flow *idempotency.Flow[struct{}]) {
 func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, reservedSQL)
+	pgtest.Exec(t, pool, reservedSQL)
 	var calls atomic.Int32
 	var asked atomic.Value
 	pay := idempotency.Phase[struct{}]{
@@ -280,9 +280,9 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	for _, state := range []string{"locked", "free", "put off", "finished", "over", "work", "indeterminate", "abandoned"} {
 		key(t, pool, state, state)
 	}
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
 		SELECT 't', 'many', n::text, sha256('x'), 'finished', 201, CASE WHEN n <= 2500 THEN clock_timestamp() END FROM generate_series(1, 2510) n`)
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow, phases, expires_at)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow, phases, expires_at)
 		SELECT 't', 'flow', n::text, sha256('x'), 'running', 'f', CASE WHEN n > 5 THEN '{begun}' ELSE '{}' END::text[], clock_timestamp() - interval '1 hour' FROM generate_series(1, 9) n`)
 	reaped, err := idempotency.Reap(t.Context(), pool, schema)
 	require.NoError(t, err)
@@ -297,27 +297,27 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 func TestRetryAll(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, call, lock_token, created_at)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, call, lock_token, created_at)
 		SELECT 't', 'charge', n::text, sha256('x'), CASE WHEN n % 2 = 0 THEN 'abandoned' ELSE 'indeterminate' END, '{}', 'charge', CASE WHEN n % 2 = 1 THEN 'pay' END, CASE WHEN n % 2 = 1 THEN 'once' END, 7, clock_timestamp() - n * interval '1 s'
 		FROM generate_series(1, 1202) n`)
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow) VALUES ('t', 'other', 'not meant', sha256('x'), 'abandoned', 'f')`)
-	exec(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 minute' WHERE key = '3'`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, flow) VALUES ('t', 'other', 'not meant', sha256('x'), 'abandoned', 'f')`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 minute' WHERE key = '3'`)
 	operation := "charge"
 	all := func(call keys.Call, progress func(int)) *keys.Report {
 		report, err := keys.RetryAll(t.Context(), pool, schema, ana, keys.Filter{Operation: &operation, States: []string{keys.Indeterminate, keys.Abandoned}}, call, progress)
 		require.NoError(t, err)
 		return report
 	}
-	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = NULL, call = NULL WHERE key = '7'`) // its program says so
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = NULL, call = NULL WHERE key = '7'`) // its program says so
 	report := all(keys.CallUnknown, func(int) {})
 	assert.Equal(t, 601, report.Done)
 	require.Len(t, report.Left, 601)
 	assert.Contains(t, report.Left[0].Why, "a person decides")
 	assert.Contains(t, report.Left[3].Why, "a person decides")
-	exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once' WHERE key = '7'`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = 'pay', call = 'once' WHERE key = '7'`)
 	report = all(keys.CallHappened, func(done int) {
 		if done == 1 {
-			exec(t, pool, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = '5'`) // decided, and in doubt again
+			pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = '5'`) // decided, and in doubt again
 		}
 	})
 	assert.Equal(t, 599, report.Done)
@@ -333,12 +333,12 @@ func TestRetryAll(t *testing.T) {
 func TestDecisionIsTakenBack(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, call) VALUES ('t', 'charge', 'k', sha256('x'), 'indeterminate', '{}', 'f', 'pay', 'once')`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, flow, calling, call) VALUES ('t', 'charge', 'k', sha256('x'), 'indeterminate', '{}', 'f', 'pay', 'once')`)
 	place := keys.Place{Scope: "t", Operation: "charge", Key: "k"}
 	for _, call := range []keys.Call{keys.CallHappened, keys.CallUnknown, keys.CallDidNotHappen} {
 		changed, err := keys.Retry(t.Context(), pool, schema, ana, place, call)
 		require.NoError(t, err)
 		require.Equal(t, call != keys.CallDidNotHappen, changed.Now.Call == "happened")
-		exec(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'abandoned'`)
+		pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'abandoned'`)
 	}
 }

@@ -38,8 +38,8 @@ func TestListIsFiltered(t *testing.T) {
 	for _, state := range []string{"locked", "free", "put off", "finished", "over", "indeterminate", "abandoned"} {
 		key(t, pool, state, state)
 	}
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '2 hours' WHERE key IN ('abandoned', 'over')")
-	exec(t, pool, "INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('u', 'refund', 'other', sha256('x'), 'running')")
+	pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '2 hours' WHERE key IN ('abandoned', 'over')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('u', 'refund', 'other', sha256('x'), 'running')")
 	hour := time.Hour
 	for _, c := range []struct {
 		filter keys.Filter
@@ -94,7 +94,7 @@ func TestKeyIsFoundByWhatPeopleHave(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, state != "finished", len(rows) == 1, name)
 	}
-	exec(t, pool, "INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('u', 'charge', 'a', sha256('x'), 'running')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('u', 'charge', 'a', sha256('x'), 'running')")
 	rows, err := keys.Find(t.Context(), pool, schema, keys.Name{Key: "a"})
 	require.NoError(t, err)
 	assert.Len(t, rows, 2)
@@ -115,7 +115,7 @@ func TestShowLeavesOutWhatIsSealed(t *testing.T) {
 	assert.Equal(t, "sec", string(d.Request))
 	assert.Equal(t, "{}", string(d.Data))
 	assert.Equal(t, int64(6), *d.RequestBytes)
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET sealed = true, body = 'secret', headers = '\"c2VjcmV0\"'")
+	pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET sealed = true, body = 'secret', headers = '\"c2VjcmV0\"'")
 	d, err = keys.Show(t.Context(), pool, schema, find(t, pool, "k"), 100)
 	require.NoError(t, err)
 	assert.Nil(t, d.Request)
@@ -130,7 +130,7 @@ func TestShowLeavesOutWhatIsSealed(t *testing.T) {
 	assert.Nil(t, d.Request, "it may be encrypted, whatever sealed says of the outcome")
 	assert.Nil(t, d.Data)
 	assert.Equal(t, "by hand", string(d.Body))
-	exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
+	pgtest.Exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
 	_, err = keys.Show(t.Context(), pool, schema, d.Row, 100)
 	require.ErrorIs(t, err, keys.ErrNotFound)
 }
@@ -191,11 +191,11 @@ func TestDocumentedClaim(t *testing.T) {
 	k := named
 	_, err = op.Once(t.Context(), k, nil)
 	require.ErrorIs(t, err, idempotency.ErrMismatch)
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = decode(repeat('00', 32), 'hex')")
+	pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = decode(repeat('00', 32), 'hex')")
 	response, err := op.Once(t.Context(), k, nil)
 	require.NoError(t, err)
 	assert.Equal(t, idempotency.Response{Status: 201, Header: map[string][]string{"Location": {"/orders/7"}}, Body: []byte("done"), Replayed: true}, response)
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = sha256('1 EUR')")
+	pgtest.Exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = sha256('1 EUR')")
 
 	tag, err := pool.Exec(t.Context(), claim)
 	require.NoError(t, err)
@@ -203,7 +203,7 @@ func TestDocumentedClaim(t *testing.T) {
 	assert.Equal(t, "mismatch", answer(t, pool, "2 EUR"), "before the replay")
 	assert.Equal(t, "replay", answer(t, pool, "1 EUR"))
 	for state, want := range map[string]string{"indeterminate": "indeterminate", "work": "indeterminate", "abandoned": "abandoned", "locked": "in progress", "free": "execute"} {
-		exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
+		pgtest.Exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
 		key(t, pool, "k", state)
 		assert.Equal(t, want, answer(t, pool, "x"), state)
 		assert.Equal(t, "mismatch", answer(t, pool, "y"), state)
@@ -219,7 +219,7 @@ func TestDocumentedPhases(t *testing.T) {
 	steps := func(taken int64) []string { return documented(t, request("x", fmt.Sprint(token+taken))...)[1] }
 	first, second := steps(0), steps(1)
 	require.Len(t, first, 4)
-	exec(t, pool, first[2])
+	pgtest.Exec(t, pool, first[2])
 	tag, err := pool.Exec(t.Context(), first[1])
 	require.NoError(t, err)
 	assert.Zero(t, tag.RowsAffected(), "its lock is live")
@@ -232,7 +232,7 @@ func TestDocumentedPhases(t *testing.T) {
 	tag, err = pool.Exec(t.Context(), second[1])
 	require.NoError(t, err)
 	assert.Equal(t, int64(1), tag.RowsAffected())
-	exec(t, pool, steps(2)[3])
+	pgtest.Exec(t, pool, steps(2)[3])
 	row := find(t, pool, "k")
 	assert.Equal(t, keys.Finished, row.State)
 	assert.Equal(t, []string{"reserve", "pay"}, row.Phases)
@@ -249,7 +249,7 @@ var ana = operator.By{Who: "ana@ops", Why: "asked the bank"}
 // scope t and operation charge, has done "reserve", and has asked for "secret".
 func key(t *testing.T, pool *pgxpool.Pool, name, state string) keys.Place {
 	t.Helper()
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, call, data, request, lock_token,
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, call, data, request, lock_token,
 			locked_until, locked_by, attempts, error, retry_at, status, body, finished_at, expires_at, flow)
 		SELECT 't', 'charge', $1, sha256('x'), CASE WHEN $2 IN ('locked', 'free', 'put off') THEN 'running' WHEN $2 = 'over' THEN 'finished' WHEN $2 = 'work' THEN 'indeterminate' ELSE $2 END,
 			'{reserve}', CASE WHEN $2 = 'indeterminate' THEN 'pay' END, CASE WHEN $2 = 'indeterminate' THEN 'once' END, '{}', 'secret', 7,
@@ -261,12 +261,6 @@ func key(t *testing.T, pool *pgxpool.Pool, name, state string) keys.Place {
 			CASE $2 WHEN 'finished' THEN clock_timestamp() + interval '1 hour' WHEN 'over' THEN clock_timestamp() - interval '1 hour' END,
 			CASE WHEN $2 <> 'work' THEN 'charge' END`, name, state)
 	return keys.Place{Scope: "t", Operation: "charge", Key: name}
-}
-
-func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
 }
 
 // find returns the one key of a name.

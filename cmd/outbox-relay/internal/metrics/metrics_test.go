@@ -58,7 +58,7 @@ func TestMetricsOfARun(t *testing.T) {
 	end := inBackground(t, func(ctx context.Context) { assert.NoError(t, r.Run(ctx)) })
 	await(t, m, "the lease", func(s series) bool { return s[owned] == 1 })
 
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('never-created')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('never-created')")
 	s = await(t, m, "a dead row, which does not wait", func(s series) bool {
 		return s[of("effectonce_outbox_dead_messages", "reason", "unknown_topic", "relay", "default", "state", "held")] == 1 && s[pending] == 0 &&
 			s[of("effectonce_outbox_messages_dead_total", "reason", "unknown_topic", "relay", "default")] == 1
@@ -72,7 +72,7 @@ func TestMetricsOfARun(t *testing.T) {
 		fake.SleepControl(func() { <-release })
 		return nil, nil, false
 	})
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic, created_at) SELECT $1, clock_timestamp() - interval '100 s' FROM generate_series(1, 3)", topic)
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic, created_at) SELECT $1, clock_timestamp() - interval '100 s' FROM generate_series(1, 3)", topic)
 	s = await(t, m, "three rows wait", func(s series) bool { return s[pending] == 3 })
 	assert.GreaterOrEqual(t, s[age], 100.0)
 	first := s[age]
@@ -88,7 +88,7 @@ func TestMetricsOfARun(t *testing.T) {
 
 	// A lease that another replica took is an interruption, and two changes more.
 	assert.Zero(t, s[of("effectonce_outbox_interruptions_total", "relay", "default")])
-	exec(t, pool, "UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL")
+	pgtest.Exec(t, pool, "UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL")
 	await(t, m, "the lease is lost and taken again", func(s series) bool {
 		return s[of("effectonce_outbox_interruptions_total", "relay", "default")] >= 1 && s[of("effectonce_outbox_lease_changes_total", "relay", "default")] >= 3
 	})
@@ -129,27 +129,27 @@ func openTransaction(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 	t.Helper()
 	before, _ := scrape(t, m)
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic, payload) SELECT 't', string_agg(uuid_send(gen_random_uuid()), '') FROM generate_series(1, 20000)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic, payload) SELECT 't', string_agg(uuid_send(gen_random_uuid()), '') FROM generate_series(1, 20000)")
 	await(t, m, "320 kB more", func(s series) bool {
 		return s["effectonce_outbox_table_bytes"] >= before["effectonce_outbox_table_bytes"]+320_000
 	})
 
-	exec(t, pool, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('default', 'a', 'ana', '-'), ('default', 'b', 'ana', '-'), ('other', 'a', 'ana', '-')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('default', 'a', 'ana', '-'), ('default', 'b', 'ana', '-'), ('other', 'a', 'ana', '-')")
 	await(t, m, "paused topics", func(s series) bool { return s[of("effectonce_outbox_paused_topics", "relay", "default")] == 2 })
-	exec(t, pool, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 4), ('other', 7) ON CONFLICT (relay) DO UPDATE SET shards = excluded.shards")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 4), ('other', 7) ON CONFLICT (relay) DO UPDATE SET shards = excluded.shards")
 	await(t, m, "shards", func(s series) bool { return s[of("effectonce_outbox_shards", "relay", "default")] == 4 })
 
-	exec(t, pool, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() + interval '1 hour', 't')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() + interval '1 hour', 't')")
 	later, overdue := "effectonce_outbox_scheduled_messages", "effectonce_outbox_oldest_overdue_age_seconds"
 	soon := await(t, m, "a message for later", func(s series) bool { return s[later] == 1 })
 	assert.Contains(t, soon, overdue)
 	assert.Zero(t, soon[overdue])
-	exec(t, pool, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() - interval '200 s', 't')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() - interval '200 s', 't')")
 	late := await(t, m, "one that is overdue", func(s series) bool { return s[later] == 2 })
 	assert.InDelta(t, 230, late[overdue], 30)
 
 	keys := func(state string) string { return of("effectonce_idempotency_keys", "state", state) }
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, created_at)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, created_at)
 		SELECT 't', 'charge', n::text, sha256('x'), (ARRAY['running', 'running', 'finished', 'indeterminate', 'abandoned'])[n], now() - n * interval '1 hour' FROM generate_series(1, 5) n`)
 	open := await(t, m, "unfinished keys", func(s series) bool {
 		return s[keys("running")] == 2 && s[keys("indeterminate")] == 1 && s[keys("abandoned")] == 1
@@ -157,11 +157,11 @@ func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 	assert.InDelta(t, 7230, open["effectonce_oldest_unfinished_key_age_seconds"], 30)
 	assert.NotContains(t, open, keys("finished"))
 
-	exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}')")
-	exec(t, pool, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}')")
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
 		SELECT c.id, gen_random_uuid(), 'orders', 0, n, CASE n WHEN 1 THEN 'failed' ELSE 'behind' END, '', 'parked'
 		FROM effectonce.consumers c, generate_series(1, 3) n`)
-	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time, caught_up_at) VALUES
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time, caught_up_at) VALUES
 		('billing', 'orders', 0, clock_timestamp() - interval '200 s', NULL),
 		('billing', 'orders', 1, clock_timestamp() - interval '200 s', clock_timestamp()), ('billing', 'paid', 0, clock_timestamp(), NULL)`)
 	position := func(partition string) string {
@@ -174,7 +174,7 @@ func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 	assert.InDelta(t, 2, s[of("effectonce_parked_messages", "group", "billing", "reason", "behind", "topic", "orders")], 0)
 	assert.InDelta(t, 230, s[position("0")], 30)
 	assert.InDelta(t, 15, s[position("1")], 15, "an idle partition at its end is not late")
-	exec(t, pool, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('billing', 'orders', 'ana', 'w')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('billing', 'orders', 'ana', 'w')")
 	await(t, m, "a pause", func(s series) bool {
 		_, late := s[position("0")]
 		return !late && s[of("effectonce_consumer_paused_topics", "group", "billing")] == 1
@@ -220,21 +220,21 @@ func TestNoValueIsStale(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	m := newMetrics("effectonce")
-	exec(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
 		VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')`)
 	watch(t, m, pool)
 	dead := of("effectonce_outbox_dead_messages", "reason", "too_large", "relay", "default", "state", "held")
 	s := await(t, m, "a dead row", func(s series) bool { return s[dead] == 1 })
 	assert.Zero(t, s["effectonce_outbox_metrics_errors_total"])
 
-	exec(t, pool, "ALTER TABLE effectonce.outbox_dead RENAME TO elsewhere")
+	pgtest.Exec(t, pool, "ALTER TABLE effectonce.outbox_dead RENAME TO elsewhere")
 	s = await(t, m, "no dead rows, and an error", func(s series) bool {
 		_, there := s[dead]
 		return !there && s["effectonce_outbox_metrics_errors_total"] >= 1
 	})
 	assert.Contains(t, s, of("effectonce_outbox_pending_messages", "relay", "default"))
 	assert.Contains(t, s, "effectonce_outbox_table_bytes")
-	exec(t, pool, "ALTER TABLE effectonce.elsewhere RENAME TO outbox_dead")
+	pgtest.Exec(t, pool, "ALTER TABLE effectonce.elsewhere RENAME TO outbox_dead")
 	s = await(t, m, "the dead row again", func(s series) bool { return s[dead] == 1 })
 
 	// A lock that is not given soon is such a failure, and ends the wait.
@@ -325,12 +325,6 @@ func inBackground(t *testing.T, work func(context.Context)) (end func()) {
 	}
 	t.Cleanup(end)
 	return end
-}
-
-func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
 }
 
 func of(name string, labels ...string) string {

@@ -33,7 +33,7 @@ const insertSQL = `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($
 func TestExplainFollowsAMessage(t *testing.T) {
 	t.Parallel()
 	pool, topic, next := pgtest.Pool(t), kafkatest.Topic(t, 3), kafkatest.Topic(t, 1)
-	exec(t, pool, insertSQL, topic)
+	pgtest.Exec(t, pool, insertSQL, topic)
 	id := pgtest.Value[string](t, pool, insertSQL, topic)
 
 	x := explain(t, pool, kafka(t), id)
@@ -83,7 +83,7 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 	consume(t, pool, topic, consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		return consumer.Permanent(errors.New("no such account"))
 	}), "SELECT count(*) = 2 FROM effectonce.parked_messages")
-	exec(t, pool, `INSERT INTO effectonce.operator_actions (who, what, why, subject)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.operator_actions (who, what, why, subject)
 		SELECT 'ana', 'parked.retry', 'why not', jsonb_build_object('message_id', message_id) FROM effectonce.parked_messages`)
 	hash := pgtest.Value[string](t, pool, "SELECT effectonce.message_id('shop', 'order-7')::text")
 	place := pgtest.Value[string](t, pool, `SELECT format('%s/%s/%s', topic, partition, "offset") FROM effectonce.parked_messages WHERE key = 'k'`)
@@ -138,11 +138,11 @@ func TestCutDecidesWhatIsPublished(t *testing.T) {
 	ids := make([]string, 5)
 	require.NoError(t, late.QueryRow(t.Context(), insertSQL, "t").Scan(&ids[0]))
 	ids[1] = pgtest.Value[string](t, pool, insertSQL, "t")
-	exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 1, pg_current_snapshot(), 2")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 1, pg_current_snapshot(), 2")
 	ids[2], ids[3] = pgtest.Value[string](t, pool, insertSQL, "t"), pgtest.Value[string](t, pool, insertSQL, "t")
-	exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 2, pg_current_snapshot(), 4")
-	exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
-	exec(t, pool, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq) VALUES ('default', 0, 1, 0, 1, 2, 3)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) SELECT 2, pg_current_snapshot(), 4")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('default', 0)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, tick, next_tick, seq) VALUES ('default', 0, 1, 0, 1, 2, 3)")
 	require.NoError(t, late.Commit(t.Context()))
 	ids[4] = pgtest.Value[string](t, pool, insertSQL, "t")
 	states := func() (all string) {
@@ -152,12 +152,12 @@ func TestCutDecidesWhatIsPublished(t *testing.T) {
 		return all
 	}
 	assert.Equal(t, "wppww", states())
-	exec(t, pool, "UPDATE effectonce.outbox_advances SET next_tick = NULL")
+	pgtest.Exec(t, pool, "UPDATE effectonce.outbox_advances SET next_tick = NULL")
 	assert.Equal(t, "wpwww", states(), "seq counts only inside a batch")
-	exec(t, pool, "UPDATE effectonce.outbox_progress SET system_identifier = 1")
-	exec(t, pool, "UPDATE effectonce.outbox_advances SET floor = 1")
+	pgtest.Exec(t, pool, "UPDATE effectonce.outbox_progress SET system_identifier = 1")
+	pgtest.Exec(t, pool, "UPDATE effectonce.outbox_advances SET floor = 1")
 	assert.Equal(t, "pwwww", states())
-	exec(t, pool, "UPDATE effectonce.outbox_advances SET tick = 77")
+	pgtest.Exec(t, pool, "UPDATE effectonce.outbox_advances SET tick = 77")
 	_, err = trace.Explain(t.Context(), pool, nil, trace.Question{Schema: schema, Text: ids[0]})
 	require.ErrorContains(t, err, "tick")
 }
@@ -222,8 +222,8 @@ func TestWhatWasHandledWithoutAClaim(t *testing.T) {
 	publish(t, pool)
 	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 2 FROM effectonce.processed_messages")
 	assert.Empty(t, explain(t, pool, kafka(t), id).Passed, "it has its claim")
-	exec(t, pool, "DELETE FROM effectonce.processed_messages")
-	exec(t, pool, "UPDATE effectonce.consumer_positions SET next_offset = 1")
+	pgtest.Exec(t, pool, "DELETE FROM effectonce.processed_messages")
+	pgtest.Exec(t, pool, "UPDATE effectonce.consumer_positions SET next_offset = 1")
 	for _, asked := range []string{id, topic + "/0/0"} {
 		x := explain(t, pool, kafka(t), asked)
 		require.Len(t, x.Passed, 1, asked)
@@ -240,7 +240,7 @@ func TestWhatWasHandledWithoutAClaim(t *testing.T) {
 func TestWhereASearchBegins(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('c', 'c', $1)", []string{kafkatest.Topic(t, 1)})
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('c', 'c', $1)", []string{kafkatest.Topic(t, 1)})
 	now := pgtest.Value[time.Time](t, pool, "SELECT now()")
 	for _, random := range []string{"105e2ec6-3bcb-4b84-9d2a-0f1f8b7c9a10", "12345678-1234-4234-8234-123456789012"} {
 		x := explain(t, pool, kafka(t), random)

@@ -45,25 +45,25 @@ func looks(t *testing.T, tail *trace.Tail, db operator.Querier) (seqs []int64, r
 func TestTailShowsEachRowOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 2500)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 2500)")
 	late, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	defer late.Rollback(context.WithoutCancel(t.Context()))
 	_, err = late.Exec(t.Context(), "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 	require.NoError(t, err)
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 
 	now, all := &trace.Tail{Schema: schema}, &trace.Tail{Schema: schema}
 	require.NoError(t, now.Start(t.Context(), pool, false))
 	require.NoError(t, all.Start(t.Context(), pool, true))
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 	seqs, _ := looks(t, now, pool)
 	assert.Equal(t, []int64{2503}, seqs)
 	seqs, _ = looks(t, all, pool)
 	require.Len(t, seqs, 2502)
 	assert.Equal(t, []int64{2500, 2502, 2503}, seqs[2499:])
 	require.NoError(t, late.Commit(t.Context()))
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 	for _, tail := range []*trace.Tail{now, all} {
 		seqs, _ = looks(t, tail, pool)
 		assert.Equal(t, []int64{2501, 2504}, seqs)
@@ -76,7 +76,7 @@ func TestTailShowsEachRowOnce(t *testing.T) {
 func TestTailFilters(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), "b"
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('a', 'k', '12345'), ('b', 'k', '12345'), ('b', NULL, NULL)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('a', 'k', '12345'), ('b', 'k', '12345'), ('b', NULL, NULL)")
 	tail := &trace.Tail{Schema: schema, Topic: &topic}
 	require.NoError(t, tail.Start(t.Context(), pool, true))
 	seqs, rows := looks(t, tail, pool)
@@ -96,14 +96,14 @@ func TestTailFilters(t *testing.T) {
 func TestPositionsShowLag(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 5)", topic)
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 5)", topic)
 	publish(t, pool)
 	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 5 FROM effectonce.processed_messages")
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 2)", topic)
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 2)", topic)
 	publish(t, pool)
-	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 3)", topic)
-	exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('new', 0)")
-	exec(t, pool, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, trouble) VALUES ('none', 'no-such-topic', 0, 'why')")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 3)", topic)
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('new', 0)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, trouble) VALUES ('none', 'no-such-topic', 0, 'why')")
 	k, p, err := kafka(t), (*trace.Positions)(nil), error(nil)
 	testwait.True(t, "the consumer was stopped, and has left its group", func() bool {
 		p, err = trace.ReadPositions(t.Context(), pool, k, schema, trace.PositionFilter{})
@@ -144,7 +144,7 @@ func TestPositionsShowLag(t *testing.T) {
 func TestPositionsWaitForTheCoordinator(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	exec(t, pool, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset) VALUES ('billing', 'orders', 0, 0)")
+	pgtest.Exec(t, pool, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset) VALUES ('billing', 'orders', 0, 0)")
 	asked := 0
 	fake.ControlKey(int16(kmsg.DescribeGroups), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		fake.KeepControl()
@@ -169,12 +169,6 @@ func TestPositionsWaitForTheCoordinator(t *testing.T) {
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const schema = "effectonce"
-
-func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
-}
 
 func options(t *testing.T) []kgo.Opt {
 	t.Helper()

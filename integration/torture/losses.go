@@ -22,8 +22,7 @@ type loss struct {
 
 // lostCommits ends PostgreSQL, and continues with a copy that is older, as where a standby that lagged is promoted.
 func lostCommits(ctx context.Context, r *run, f Fault) {
-	// By position, what is published again is another message; and so it is without an order, if a copy of the parent is first.
-	// A dead letter stays in its topic, although the database forgot it.
+	// By position, what is published again is another message; and so it is without an order, if a copy of the parent is first. Dead letters stay.
 	repeats := func(g GroupPlan) bool {
 		return g.config.Dedup == consumer.DedupByPosition || g.config.DeadLetterTopic != "" || g.child != "" && !g.ordered()
 	}

@@ -109,7 +109,11 @@ func operators() []fault {
 			})
 		}},
 		{name: "parked retried", do: statement(retryParkedSQL + ` AND random() < 0.3`)},
-		{name: "parked discarded", do: statement(discardSQL + ` AND (reason = 'conflict' OR random() < 0.1)` + discardedSQL)},
+		{name: "parked discarded", do: func(ctx context.Context, r *run, f Fault) { // again and again, while they are released
+			for over := time.Now().Add(f.Lasts / 10); time.Now().Before(over); pause.For(ctx, 2*lookEvery) {
+				statement(discardSQL+` AND (reason = 'conflict' OR random() < 0.02)`+discardedSQL)(ctx, r, f)
+			}
+		}},
 		{name: "dead retried", do: statement(retryDeadSQL + ` AND random() < 0.5`)},
 		{name: "rewind", do: func(ctx context.Context, r *run, f Fault) {
 			g := r.groups[f.Choice%len(r.groups)]

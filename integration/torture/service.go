@@ -203,7 +203,7 @@ func (r *run) flow(operation *idempotency.Operation, honours bool) (*idempotency
 
 // shop sends requests, each until it is answered.
 func (r *run) shop(ctx context.Context, random *rand.Rand) {
-	network := newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), "idempotency-key", unheardHTTP) //nolint:gosec // repeatable
+	network := newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), unheardHTTP, "idempotency-key") //nolint:gosec // repeatable
 	client := &http.Client{Timeout: answerMax, Transport: &http.Transport{DialContext: network.dialer()}}
 	defer client.CloseIdleConnections()
 	for pause.For(ctx, between(random, 0, writerGapMax)) {

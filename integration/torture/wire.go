@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 )
@@ -21,14 +22,13 @@ type wire struct {
 	silent sides         // what is frozen
 	lag    time.Duration // of what is sent
 	dead   bool
-	// unheard is how many of a thousand messages with this word (in lower case) are cut after they were sent,
-	// so that their outcome is unknown.
+	// unheard is how many of a thousand messages with one of these words are cut after they were sent: unknown outcomes.
 	unheard int
-	word    []byte
+	words   []string
 }
 
-func newWire(random *rand.Rand, word string, unheard int) *wire {
-	return &wire{random: random, conns: map[*conn]bool{}, word: []byte(word), unheard: unheard}
+func newWire(random *rand.Rand, unheard int, words ...string) *wire {
+	return &wire{random: random, conns: map[*conn]bool{}, words: words, unheard: unheard}
 }
 
 // sides are the servers at the other end.
@@ -129,7 +129,8 @@ func (w *wire) heal() {
 
 // cuts reports whether the connection ends behind what was just sent.
 func (w *wire) cuts(sent []byte) bool {
-	if !bytes.Contains(bytes.ToLower(sent), w.word) {
+	text := string(bytes.ToLower(sent))
+	if !slices.ContainsFunc(w.words, func(word string) bool { return strings.Contains(text, word) }) {
 		return false
 	}
 	w.mu.Lock()

@@ -145,10 +145,8 @@ func (c *Consumer) beginAsking(ctx context.Context, t *tx, w *work, got *claimed
 	return nil
 }
 
-// queueHeld reads which of the messages' keys are held. It also locks the first parked message of
-// each such key, so that no operator deletes it before this transaction ends: a message that the
-// transaction parks behind it would have no first message. It queries only keys that this holder
-// knows may be held.
+// queueHeld reads which of the messages' keys, among those that this holder knows, are held, and locks the first parked
+// message of each: a message that the transaction parks behind it would wait for ever if an operator deleted it.
 func (c *Consumer) queueHeld(batch *pgx.Batch, w *work, got *claimed) (unlocked func() bool) {
 	w.hints = nil
 	if !w.released() && c.holdsKeys() {
@@ -160,8 +158,10 @@ func (c *Consumer) queueHeld(batch *pgx.Batch, w *work, got *claimed) (unlocked 
 	got.held = map[keyHash]struct{}{}
 	locked := map[keyHash]struct{}{}
 	args := []any{w.consumer.ID(), w.pos.topic, w.pos.partition, w.hints}
+	batch.Queue("SET LOCAL enable_seqscan = off") // the plans may be older than what is parked
 	batch.Queue(c.sql[touchHeadsSQL], args...).Query(readHashes(locked))
 	batch.Queue(c.sql[heldNowSQL], args...).Query(readHashes(got.held))
+	batch.Queue("SET LOCAL enable_seqscan TO DEFAULT")
 	return func() bool {
 		for hash := range got.held {
 			if _, there := locked[hash]; !there {

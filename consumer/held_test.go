@@ -83,6 +83,32 @@ func TestPromotionOutlivesConcurrentDeletes(t *testing.T) {
 	require.Equal(t, []string{"a:2 behind retry", "b:2 behind retry"}, h.parked())
 }
 
+// Property: what is parked in masses is not read once for each held key of a batch, although nothing was parked when
+// PostgreSQL made its statistics and its plan.
+func TestHeldKeysAreFoundByIndex(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.exec(`VACUUM ANALYZE effectonce.parked_messages`)
+	h.exec(`CREATE TABLE reads (n bigint)`)
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if strings.HasSuffix(string(msg.Value), "bad") {
+			return consumer.Permanent(errors.New("bad"))
+		}
+		_, err := tx.Exec(ctx, `INSERT INTO reads SELECT seq_tup_read FROM pg_stat_xact_all_tables WHERE relid = 'effectonce.parked_messages'::regclass`)
+		return errors.Join(err, effect(ctx, tx, msg))
+	}), nil)
+	h.produceKeyed("a:bad")
+	for n := range 12 { // from the sixth on the plan may be the one for all arguments
+		h.produceKeyed("a:1", "b:1")
+		if h.waitEffects(n + 1); n == 8 {
+			h.exec(`INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, headers, reason, error, attempts, state, retry_at)
+				SELECT consumer, gen_random_uuid(), topic, partition, n, n::text::bytea, '[]', 'failed', '', 1, 'parked', now() FROM effectonce.parked_messages, generate_series(1000, 21000) AS n WHERE reason = 'permanent'`)
+		}
+	}
+	require.Less(t, h.number(`SELECT max(n) FROM reads`), 20000)
+	h.untilEffects(12, stop)
+}
+
 // Property: an operator's transaction of an earlier snapshot does not see a message that was parked
 // behind another one since then, so it cannot delete that other one: the message behind would wait
 // forever. A delete that sees it frees the messages behind, in order, and the key.

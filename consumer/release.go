@@ -54,7 +54,7 @@ func (p *partition) due() ([]due, error) {
 	c := p.consumer
 	ctx, cancel := c.bounded(p.ctx)
 	defer cancel()
-	rows, err := c.pool.Query(ctx, c.sql[dueSQL], p.name.ID(), p.pos.topic, p.pos.partition, dueMax, c.holdsKeys())
+	rows, err := c.pool.Query(ctx, c.sql[dueSQL], pgx.QueryExecModeCacheDescribe, p.name.ID(), p.pos.topic, p.pos.partition, dueMax, c.holdsKeys())
 	if err == nil {
 		var list []due
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {

@@ -41,7 +41,7 @@ func TestFirstOccurrenceInABatchWins(t *testing.T) {
 func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	exec(t, pool, "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
+	pgtest.Exec(t, pool, "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
 	refused := errors.New("refused")
 
 	for _, tc := range []struct {
@@ -55,7 +55,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 		{"the effect fails", -1, func(*testing.T, pgx.Tx) error { return nil }, false},
 		{"the connection dies", 1, func(t *testing.T, tx pgx.Tx) error {
 			t.Helper()
-			exec(t, pool, "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
+			pgtest.Exec(t, pool, "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
 			return nil
 		}, false},
 	} {
@@ -168,12 +168,12 @@ func TestDuplicatesOfANewPartition(t *testing.T) {
 	t.Parallel()
 	pool, claims, timed := newPool(t, pgtest.Database(t), 1), newClaims(t), newIDs(t, 1)
 	const fill = "INSERT INTO effectonce.processed_messages SELECT (%s || substr(gen_random_uuid()::text, 15))::uuid, 1, 0 FROM generate_series(1, 20000)"
-	exec(t, pool, "VACUUM ANALYZE effectonce.processed_messages")
-	exec(t, pool, fmt.Sprintf(fill, "substr(effectonce.uuid_floor(now())::text, 1, 14)"))
+	pgtest.Exec(t, pool, "VACUUM ANALYZE effectonce.processed_messages")
+	pgtest.Exec(t, pool, fmt.Sprintf(fill, "substr(effectonce.uuid_floor(now())::text, 1, 14)"))
 	for range 8 { // from the sixth time on the plan may be the one for all arguments
 		claimAlone(t, pool, claims, dedup.Numbered(1), timed...)
 	}
-	exec(t, pool, fmt.Sprintf(fill, "'90000000-0000-'"))
+	pgtest.Exec(t, pool, fmt.Sprintf(fill, "'90000000-0000-'"))
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	ids := pgtest.Column[uuid.UUID](t, tx, "SELECT message_id FROM effectonce.processed_messages_untimed LIMIT 500")
 	_, err := claims.ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages(ids))
@@ -187,7 +187,7 @@ func TestDuplicatesOfANewPartition(t *testing.T) {
 func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	exec(t, pool, "ALTER TABLE effectonce.processed_messages RENAME TO gone")
+	pgtest.Exec(t, pool, "ALTER TABLE effectonce.processed_messages RENAME TO gone")
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0], 0)
 	require.ErrorContains(t, err, "claim messages: ")
@@ -223,7 +223,7 @@ func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 					}
 					require.NoError(t, err)
 					require.NoError(t, claims.Compare(t.Context(), conn, consumer, result))
-					exec(t, conn, "COMMIT")
+					pgtest.Exec(t, conn, "COMMIT")
 					return result.Fresh(), result.Conflicts()
 				}
 				fresh, conflicts := claimed(copied, []uuid.UUID{b, a, a, a}, "b", "first", "first", "other")
@@ -280,7 +280,7 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	_, err := claims.ClaimBatch(t.Context(), holder, dedup.Numbered(1), messages(ids[:2]))
 	require.NoError(t, err)
 
-	exec(t, other, "SET LOCAL lock_timeout = '5s'")
+	pgtest.Exec(t, other, "SET LOCAL lock_timeout = '5s'")
 	assert.True(t, claim(t, claims, other, dedup.Numbered(1), ids[2]), "another ID does not wait")
 	assert.True(t, claim(t, claims, other, dedup.Numbered(2), ids[0]), "another consumer does not wait")
 
@@ -348,7 +348,7 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 	claim(t, claims, holder, dedup.Numbered(1), id)
 
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	exec(t, tx, "SET LOCAL lock_timeout = '1ms'")
+	pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '1ms'")
 	_, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
 	requireRetry(t, err, "55P03")
 	require.NoError(t, holder.Rollback(t.Context()))

@@ -85,7 +85,7 @@ func TestFenceBeyondTheSnapshotIsForRetry(t *testing.T) {
 			pool, claims := pgtest.Pool(t), newClaims(t)
 			for round, resource := range []string{"order-1", "order-1", "order-2"} { // inserted, updated, inserted
 				tx, _ := begin(t, pool, pgx.TxOptions{IsoLevel: level})
-				exec(t, tx, "SELECT FROM effectonce.fences")
+				pgtest.Exec(t, tx, "SELECT FROM effectonce.fences")
 				require.True(t, fenceAlone(t, pool, claims, resource, int64(10+round)))
 				_, err := claims.Fence(t.Context(), tx, "orders", resource, 5)
 				requireRetry(t, err, "40001")

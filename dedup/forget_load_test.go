@@ -80,7 +80,7 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 	consumer := register(t, pool, claims, "c", time.Hour)
 	away(t, pool, -20) // partitions for 20 more days
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1, 0,
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1, 0,
 		clock_timestamp() - interval '4 days' FROM generate_series(1, 1000) n`, consumer.ID())
 	always := unquiet(t, pool) // also on a machine that is so busy that there are gaps
 	// Far more than the 300 ms for which the work waits and the moment for which it holds its lock,
@@ -139,9 +139,9 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	consumer := register(t, pool, claims, "c", time.Hour)
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
-	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, 0, clock_timestamp() - interval '4 days')`, consumer.ID())
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, 0, clock_timestamp() - interval '4 days')`, consumer.ID())
 	reader, _ := begin(t, pool, pgx.TxOptions{})
-	exec(t, reader, `SELECT FROM effectonce.`+dayName(4))
+	pgtest.Exec(t, reader, `SELECT FROM effectonce.`+dayName(4))
 
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
 	require.ErrorContains(t, err, "forget days: "+dayName(4)+": lock conflict with running claims, the next run retries")
@@ -159,10 +159,10 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 func TestOneMaintainerAtATime(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	exec(t, pool, `INSERT INTO effectonce.maintenance (job, owner, lease_until) VALUES ('claims', 'somebody', clock_timestamp() + interval '1 minute')`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.maintenance (job, owner, lease_until) VALUES ('claims', 'somebody', clock_timestamp() + interval '1 minute')`)
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
 	require.NoError(t, err)
 	require.True(t, report.Elsewhere)
-	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms' WHERE job = 'claims'`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms' WHERE job = 'claims'`)
 	maintain(t, pool, claims)
 }

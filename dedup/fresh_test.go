@@ -67,7 +67,7 @@ func TestBeginFreshClaimsEveryID(t *testing.T) {
 
 			result, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), consumer, messages(given))
 			require.NoError(t, err)
-			exec(t, conn, "COMMIT")
+			pgtest.Exec(t, conn, "COMMIT")
 			want := slices.Repeat([]bool{true}, len(ids))
 			assert.Equal(t, append(want, false, false), result.Fresh())
 			assert.NotContains(t, result.Conflicts(), true)
@@ -93,8 +93,8 @@ func TestADuplicateRefusesAFreshClaim(t *testing.T) {
 						ids := newIDs(t, 500)
 						begin := "BEGIN ISOLATION LEVEL " + string(level)
 						if late {
-							exec(t, conn, begin)
-							exec(t, conn, "SELECT 1") // takes the snapshot
+							pgtest.Exec(t, conn, begin)
+							pgtest.Exec(t, conn, "SELECT 1") // takes the snapshot
 							begin = "SELECT 1"
 						}
 						claimAlone(t, pool, claims, consumer, ids[place])
@@ -103,7 +103,7 @@ func TestADuplicateRefusesAFreshClaim(t *testing.T) {
 						require.ErrorIs(t, err, dedup.ErrTaken)
 						require.NotErrorIs(t, err, dedup.ErrRetry)
 						require.EqualValues(t, 'E', conn.PgConn().TxStatus())
-						exec(t, conn, "ROLLBACK")
+						pgtest.Exec(t, conn, "ROLLBACK")
 
 						want := slices.Repeat([]bool{true}, len(ids))
 						want[place] = false
@@ -120,7 +120,7 @@ func TestADuplicateRefusesAFreshClaim(t *testing.T) {
 func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	exec(t, pool, `CREATE TABLE processed_messages_copy (n int PRIMARY KEY); INSERT INTO processed_messages_copy VALUES (1);
+	pgtest.Exec(t, pool, `CREATE TABLE processed_messages_copy (n int PRIMARY KEY); INSERT INTO processed_messages_copy VALUES (1);
 		CREATE TABLE effectonce.effects (n int PRIMARY KEY); INSERT INTO effectonce.effects VALUES (1)`)
 	fail := func(t *testing.T, before, after []dedup.Step) {
 		t.Helper()
@@ -130,7 +130,7 @@ func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 		require.ErrorAs(t, err, &pgErr)
 		require.Equal(t, "23505", pgErr.Code)
 		require.NotErrorIs(t, err, dedup.ErrTaken)
-		exec(t, conn, "ROLLBACK")
+		pgtest.Exec(t, conn, "ROLLBACK")
 		assert.Equal(t, []bool{true, true}, claimAlone(t, pool, claims, dedup.Numbered(1), ids...))
 	}
 	const elsewhere, beside = "INSERT INTO processed_messages_copy VALUES (1)", "INSERT INTO effectonce.effects VALUES (1)"
@@ -139,8 +139,8 @@ func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 	fail(t, sql(beginSQL), sql(beside))
 	fail(t, sql(beginSQL, "INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) SELECT '00000000-0000-0000-0000-000000000000', 1, 0 FROM generate_series(1, 2)"), nil)
 	conn := acquire(t, pool)
-	exec(t, conn, `CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.processed_messages_copy VALUES (1); RETURN NULL; END'`)
-	exec(t, conn, `CREATE TRIGGER audit AFTER INSERT ON effectonce.processed_messages FOR EACH STATEMENT WHEN (current_setting('test.audit', true) = 'on') EXECUTE FUNCTION audit()`)
+	pgtest.Exec(t, conn, `CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.processed_messages_copy VALUES (1); RETURN NULL; END'`)
+	pgtest.Exec(t, conn, `CREATE TRIGGER audit AFTER INSERT ON effectonce.processed_messages FOR EACH STATEMENT WHEN (current_setting('test.audit', true) = 'on') EXECUTE FUNCTION audit()`)
 	fail(t, sql(beginSQL, "SET LOCAL test.audit = on"), nil)
 }
 
@@ -165,9 +165,9 @@ func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
 		_, err := claims.BeginFresh(t.Context(), conn, tc[0], dedup.Numbered(1), messages(ids), tc[1]...)
 		require.Error(t, err, tc)
 		require.NotErrorIs(t, err, dedup.ErrTaken)
-		exec(t, conn, "ROLLBACK")
+		pgtest.Exec(t, conn, "ROLLBACK")
 		assert.False(t, slices.Contains(claimAlone(t, pool, claims, dedup.Numbered(1), ids...), false), tc)
-		exec(t, conn, "SELECT true")
+		pgtest.Exec(t, conn, "SELECT true")
 	}
 }
 
@@ -252,7 +252,7 @@ func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
 				assert.False(t, slices.Contains(result.Fresh(), false))
 				assert.Equal(t, []string{"7s", ""}, []string{timeout, none})
 				assert.Nil(t, at)
-				exec(t, conn, "COMMIT")
+				pgtest.Exec(t, conn, "COMMIT")
 			}
 		})
 	}
@@ -265,7 +265,7 @@ func TestBeginFreshOnASilentConnectionEndsInTime(t *testing.T) {
 	holder, err := pgx.Connect(t.Context(), conn.Config().ConnString())
 	require.NoError(t, err)
 	defer func() { assert.NoError(t, holder.Close(context.WithoutCancel(t.Context()))) }()
-	exec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that the server does not respond
+	pgtest.Exec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that the server does not respond
 	// The statement has to be on its way before that.
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()

@@ -357,7 +357,7 @@ func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	unset := registered(t, pool, claims, dedup.Registration{Name: "unset", Group: "g"})
 	assert.Equal(t, "standard", unset.IDRule().String())
 
-	exec(t, pool, `UPDATE effectonce.consumers SET id_rule = 'of 2030' WHERE name = 'unset'`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.consumers SET id_rule = 'of 2030' WHERE name = 'unset'`)
 	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "unset", Group: "g"})
 	require.ErrorIs(t, err, dedup.ErrIDRule)
 }

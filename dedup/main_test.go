@@ -8,7 +8,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -45,16 +44,6 @@ func begin(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions) (tx pgx.Tx, pid
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
 	return tx, tx.Conn().PgConn().PID()
-}
-
-// exec executes SQL in a pool, on a connection or in a transaction.
-func exec(t *testing.T, db interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
-}, sql string, args ...any,
-) {
-	t.Helper()
-	_, err := db.Exec(t.Context(), sql, args...)
-	require.NoError(t, err)
 }
 
 func registered(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, r dedup.Registration) dedup.Consumer {

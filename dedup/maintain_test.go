@@ -43,7 +43,7 @@ func maintain(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims) dedup.Repo
 // is in the partition for later times.
 func away(t *testing.T, pool *pgxpool.Pool, days int) {
 	t.Helper()
-	exec(t, pool, `DO $$
+	pgtest.Exec(t, pool, `DO $$
 DECLARE
   cut uuid := effectonce.uuid_floor(date_trunc('day', clock_timestamp() AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' - interval '`+fmt.Sprint(days)+` days');
   part record;
@@ -97,12 +97,12 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	registered(t, pool, claims, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
 	register(t, pool, claims, "short", time.Minute)
 	register(t, pool, claims, "long", 5*24*time.Hour)
-	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time) VALUES
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time) VALUES
 		('ledger', 'a', 0, NULL), ('short', 'a', 0, clock_timestamp() - interval '6 days 12 hours'), ('somebody', 'a', 0, NULL)`)
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test", DryRun: true})
 	require.NoError(t, err)
 	require.NotEmpty(t, report.Dropped)
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT $1, id, 0 FROM effectonce.consumers WHERE name = 'short'`, [16]byte(idAt(time.Now().Add(-150*time.Hour))))
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT $1, id, 0 FROM effectonce.consumers WHERE name = 'short'`, [16]byte(idAt(time.Now().Add(-150*time.Hour))))
 	require.Equal(t, first, pgtest.Count(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`), "a dry run")
 	dropped := maintain(t, pool, claims)
 	require.Equal(t, report.Dropped, dropped.Dropped)
@@ -117,7 +117,7 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	require.Equal(t, day(157*time.Hour), oldest(), "the position of group short")
 
 	// The partition is at its end: the window of the other consumer counts now.
-	exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE consumer_group = 'short'`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE consumer_group = 'short'`)
 	maintain(t, pool, claims)
 	require.Equal(t, day(5*24*time.Hour+time.Hour), oldest())
 	consumer := register(t, pool, claims, "long", 2*24*time.Hour)
@@ -127,7 +127,7 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, old))
 	require.Equal(t, 1, pgtest.Count(t, pool, partitionOfSQL, old, "past"))
 	// A position without a record keeps everything.
-	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('long', 'new', 7)`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('long', 'new', 7)`)
 	report = maintain(t, pool, claims)
 	require.Empty(t, report.Dropped)
 	require.Empty(t, report.HeldBack, "but nothing is that old")
@@ -142,10 +142,10 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 	for name, window := range map[string]time.Duration{"short": time.Hour, "long": 48 * time.Hour, "held": time.Hour} {
 		ids[name] = register(t, pool, claims, name, window).ID()
 	}
-	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES ('short', 'a', 0, clock_timestamp()), ('held', 'a', 0, clock_timestamp() - interval '2 days')`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES ('short', 'a', 0, clock_timestamp()), ('held', 'a', 0, clock_timestamp() - interval '2 days')`)
 	for _, id := range []int32{ids["short"], ids["long"], ids["held"], 999} {
 		for _, age := range []string{"1 minute", "3 hours", "100 hours"} {
-			exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', $1 || $2 || n), $3, 0, clock_timestamp() - $2::text::interval FROM generate_series(1, 1000) n`, fmt.Sprint(id), age, id)
+			pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', $1 || $2 || n), $3, 0, clock_timestamp() - $2::text::interval FROM generate_series(1, 1000) n`, fmt.Sprint(id), age, id)
 		}
 	}
 	report := maintain(t, pool, claims)
@@ -165,14 +165,14 @@ func TestStatsSayWhatClaimsTake(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	registered(t, pool, claims, dedup.Registration{Name: "c", Group: "g", Window: 24 * time.Hour})
-	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 'a', 3)`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 'a', 3)`)
 	fresh, err := claims.ReadStats(t.Context(), pool)
 	require.NoError(t, err)
 	require.Empty(t, fresh.HeldBack, "a new consumer keeps nothing")
-	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, 1, 0)`, [16]byte(idAt(time.Now().Add(-50*time.Hour))))
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.uuid_v7(), 1, 0 FROM generate_series(1, 20000)`)
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), 1, 0 FROM generate_series(1, 30) n`)
-	exec(t, pool, `INSERT INTO effectonce.processed_forever SELECT effectonce.uuid_v7(), 2, 0 FROM generate_series(1, 40)`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, 1, 0)`, [16]byte(idAt(time.Now().Add(-50*time.Hour))))
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.uuid_v7(), 1, 0 FROM generate_series(1, 20000)`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), 1, 0 FROM generate_series(1, 30) n`)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_forever SELECT effectonce.uuid_v7(), 2, 0 FROM generate_series(1, 40)`)
 	testwait.True(t, "the statistics are complete", func() bool {
 		s, err := claims.ReadStats(t.Context(), pool)
 		require.NoError(t, err)
@@ -221,7 +221,7 @@ func requireMarks(t *testing.T, pool *pgxpool.Pool, want map[dedup.Consumer]time
 func unquiet(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	t.Helper()
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	exec(t, tx, "LOCK TABLE ONLY effectonce.processed_messages IN ACCESS SHARE MODE")
+	pgtest.Exec(t, tx, "LOCK TABLE ONLY effectonce.processed_messages IN ACCESS SHARE MODE")
 	return tx
 }
 
@@ -355,7 +355,7 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	a, b := register(t, pool, claims, "a", time.Hour), register(t, pool, claims, "b", time.Hour)
 	ledger := registered(t, pool, claims, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
 	fill := func(daysAgo int) {
-		exec(t, pool, `INSERT INTO effectonce.processed_messages
+		pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages
 			SELECT overlay(effectonce.uuid_v7()::text PLACING left(effectonce.uuid_floor($1)::text, 13) FROM 1)::uuid, $2, 0 FROM generate_series(1, 200000)`,
 			noon(daysAgo), a.ID())
 	}
@@ -377,7 +377,7 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	a, b, idle := register(t, pool, claims, "a", time.Hour), register(t, pool, claims, "b", time.Hour), register(t, pool, claims, "idle", time.Hour)
-	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES
 		('a', 't', 0, clock_timestamp()), ('a', 't', 1, clock_timestamp() - interval '90 minutes'), ('b', 't', 0, clock_timestamp())`)
 	times := map[string]time.Time{}
 	for _, age := range []string{"100 hours", "3 hours", "135 minutes", "1 minute"} {
@@ -385,7 +385,7 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 		times[age] = at.UTC()
 		for _, consumer := range []dedup.Consumer{a, b} {
 			for _, id := range []uuid.UUID{dedup.MessageID("s", []byte(age)), idAt(at.AddDate(-1, 0, 0)), idAt(at.AddDate(1, 0, 0))} {
-				exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, 0, $3)`, id, consumer.ID(), at)
+				pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, 0, $3)`, id, consumer.ID(), at)
 			}
 		}
 	}
@@ -394,8 +394,8 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 	require.Equal(t, times["135 minutes"].Add(time.Hour), mark(t, pool, b))
 	require.Zero(t, mark(t, pool, idle))
 
-	exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp()`)
-	exec(t, pool, `UPDATE effectonce.consumers SET forgotten_to = clock_timestamp() - interval '5 minutes' WHERE name = 'a'`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp()`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.consumers SET forgotten_to = clock_timestamp() - interval '5 minutes' WHERE name = 'a'`)
 	before := mark(t, pool, a)
 	require.EqualValues(t, 3, maintain(t, pool, claims).Swept)
 	require.Equal(t, before, mark(t, pool, a), "a mark does not move back")
@@ -415,7 +415,7 @@ func TestOldSnapshotDoesNotHideWhatWasForgotten(t *testing.T) {
 				if kind == "sweep" {
 					id = dedup.MessageID("s", []byte("order-4711"))
 				}
-				exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, 0, $3)`, id, consumer.ID(), noon(3))
+				pgtest.Exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, 0, $3)`, id, consumer.ID(), noon(3))
 				tx, _ := begin(t, pool, pgx.TxOptions{IsoLevel: level})
 				_, err := tx.Exec(t.Context(), `SELECT FROM effectonce.consumers`) // takes the snapshot
 				require.NoError(t, err)

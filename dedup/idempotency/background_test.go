@@ -54,7 +54,7 @@ func TestFlowsAreGivenUpByAge(t *testing.T) {
 	}
 	abandons()
 	require.Equal(t, 1, effects(t, pool, "reserve k"))
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE 'phase "stock"%away; then: phase "stock" was not done within%'`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE 'phase "stock"%away; then: phase "stock" was not done within%'`))
 	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', phase_since = clock_timestamp()`) // as a person does
 	require.NoError(t, err)
 	do(t, flow, "k", errAway)
@@ -116,12 +116,12 @@ func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 year', finished_at = finished_at - interval '1 year', expires_at = expires_at - interval '61 seconds'`)
 	require.NoError(t, err)
 	require.Equal(t, idempotency.Reaped{Forgotten: 1, Doubted: 1}, reap(t, pool))
-	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
+	require.Equal(t, 2, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	require.False(t, insert(t, short, "a").Replayed, "it was forgotten, so it is executed again")
 	forgotten, err := forever.ForgetScope(t.Context(), key("a").Scope)
 	require.NoError(t, err)
 	require.EqualValues(t, 2, forgotten, "of both operations, and no unfinished one")
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 }
 
 // Property: an unfinished flow whose request is not stored is forgotten with the window if nothing of it
@@ -178,14 +178,14 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 	longtest.Only(t, "a limit of three seconds")
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(3600); RETURN NULL; END $$;
+	pgtest.Exec(t, pool, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(3600); RETURN NULL; END $$;
 		CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'slow') EXECUTE FUNCTION slow()`)
 	// The server's statement_timeout does not count while COMMIT runs deferred triggers, or waits
 	// for a standby.
 	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 3 * time.Second})
 	once(t, o, "slow", idempotency.ErrUnanswered, insertOnce("slow"))
 	once(t, o, "slow", idempotency.ErrInProgress, insertOnce("slow"))
-	execute(t, pool, `SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND query = 'COMMIT'`)
+	pgtest.Exec(t, pool, `SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND query = 'COMMIT'`)
 	require.Zero(t, effects(t, pool, "slow"))
 	once(t, o, "slow", nil, insertOnce("fast"))
 }
@@ -195,7 +195,7 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 func TestWhatIsActedOnIsDurable(t *testing.T) {
 	t.Parallel()
 	wide, b := newPool(t), newBank(t)
-	execute(t, wide, `CREATE FUNCTION durable() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+	pgtest.Exec(t, wide, `CREATE FUNCTION durable() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
 		IF current_setting('synchronous_commit') <> 'on' AND (NEW.state = 'finished' OR NEW.calling IS NOT NULL AND (NEW.calling, NEW.call) IS DISTINCT FROM (OLD.calling, OLD.call) OR NEW.phases <> OLD.phases) THEN
 			RAISE EXCEPTION 'not durable: % % %', NEW.state, NEW.calling, NEW.phases; END IF;
 		RETURN NEW; END $$;
@@ -227,7 +227,7 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
 	reconciles(t, flow, 1)
 	do(t, flow, "unknown", nil)
-	require.Equal(t, 5, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
+	require.Equal(t, 5, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
 }
 
 // Property: replicas that complete concurrently finish the flows that clients gave up, each once,
@@ -246,7 +246,7 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 	}
 	do(t, forClient, "client", errAway)
 	passes(t, pool, time.Minute)
-	execute(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 hour' WHERE key = 'k0';
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 hour' WHERE key = 'k0';
 		UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + interval '1 hour' WHERE key = 'k1'`)
 	taking := holding(t, pool) // another worker takes a key at the same time, which is no failure
 	_, err := taking.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE key = 'k2' FOR UPDATE`)
@@ -270,8 +270,8 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 	require.EqualValues(t, n-2, finished.Load())
 	_, charges := b.counts()
 	require.Equal(t, n-2, charges)
-	require.Equal(t, 3*(n-2)+3, count(t, pool, `SELECT count(*) FROM effects`))
-	require.Equal(t, n-2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND request IS NULL AND data IS NULL`))
+	require.Equal(t, 3*(n-2)+3, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, n-2, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND request IS NULL AND data IS NULL`))
 	require.Equal(t, "100", b.charges[idempotency.Key{Scope: "tenant", Operation: "order", Value: "k5"}.ChildID("charge").String()])
 }
 
@@ -340,7 +340,7 @@ func TestClosedGuardIsNoSuccess(t *testing.T) {
 	for range 2 {
 		require.ErrorContains(t, once("CLOSE ALL"), "closed its cursors")
 	}
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)+effects(t, pool, "CLOSE ALL"))
+	require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)+effects(t, pool, "CLOSE ALL"))
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
 		s.Finish(idempotency.Response{Status: 201})
 		return do(ctx, tx, "CLOSE ALL")
@@ -360,7 +360,7 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	pool := newPool(t)
 	var log bytes.Buffer
 	o := newOperation(t, pool, idempotency.Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
-	execute(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
+	pgtest.Exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
 		SELECT 't', 'order', n::text, sha256('x'), CASE WHEN n > 1000 THEN 'finished' ELSE 'running' END, CASE WHEN n > 1000 THEN 201 END, clock_timestamp() - interval '1 hour' + n * interval '1 s' FROM generate_series(1, 20000) n;
 		UPDATE effectonce.idempotency_keys SET flow = 'f', phases = '{begun}' WHERE key::int <= 1000`)
 	conn, err := pool.Acquire(t.Context())
@@ -370,8 +370,8 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	require.Contains(t, pgtest.Plan(t, conn.Conn(), idempotency.ReapSQL, 1000), `Index Cond: (expires_at <=`, "not all that are within their windows")
 	conn.Release()
 	require.NoError(t, o.ReapAndLog(t.Context()))
-	require.Equal(t, 1000, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned'`))
-	require.Equal(t, 19_990, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
+	require.Equal(t, 1000, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned'`))
+	require.Equal(t, 19_990, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 	require.Contains(t, log.String(), "keys need a person")
 }
 
@@ -416,7 +416,7 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 		require.ErrorIs(t, err, errAway)
 	}
 	insert(t, op, "old")
-	execute(t, pool, `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() WHERE key = 'old';
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() WHERE key = 'old';
 		INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, attempts, locked_by, request, flow, sealed)
 		SELECT scope, operation, 'k' || n, fingerprint, 'running', 1, locked_by, '100', flow, sealed FROM effectonce.idempotency_keys, generate_series(1, 29) n WHERE key = 'k0' AND operation = 'order';
 		INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, locked_by, flow)
@@ -427,12 +427,14 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 	testwait.Equal(t, int64(8), "calls hang", func() int64 { return calling.Load() })
 	group.Go(func() { other.Run(ctx) })
 	for sql, want := range map[string]int{`key = 'k0' AND operation = 'other' AND state = 'finished'`: 1, `key = 'doubt' AND calling = 'charge' AND call = 'happened'`: 1, `key = 'old'`: 0} {
-		testwait.Equal(t, want, sql, func() int { return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE `+sql) })
+		testwait.Equal(t, want, sql, func() int {
+			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE `+sql)
+		})
 	}
 	stop()
 	group.Wait()
 	require.EqualValues(t, 8, most.Load())
-	require.Equal(t, 30, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'order' AND state = 'running' AND locked_until IS NULL AND call IS DISTINCT FROM 'happened'`))
+	require.Equal(t, 30, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'order' AND state = 'running' AND locked_until IS NULL AND call IS DISTINCT FROM 'happened'`))
 }
 
 // Property: where the database cannot be reached, all of them say so.
@@ -500,12 +502,12 @@ func TestCompareFindsWhatDiffers(t *testing.T) {
 	failure = idempotency.NotDone(errAway)
 	do(t, flow, "under way", errAway)
 	passes(t, pool, time.Hour)
-	execute(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = finished_at - interval '1 hour';
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = finished_at - interval '1 hour';
 		UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '1 hour' WHERE key = 'old'`)
 	stranger := uuid.New()
 	l.acted = []uuid.UUID{child("both"), child("both"), child("doubt"), child("under way"), stranger}
 	l.during = func() { // its call is made after the list was
-		execute(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = clock_timestamp() WHERE key IN ('late', 'fresh')`)
+		pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET finished_at = clock_timestamp() WHERE key IN ('late', 'fresh')`)
 	}
 	found, err := flow.Compare(t.Context(), "charge", l)
 	require.NoError(t, err)

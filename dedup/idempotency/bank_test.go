@@ -20,6 +20,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -168,8 +169,8 @@ func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
 	for _, phase := range []string{"reserve", "charge", "book"} {
 		require.Equal(t, 1, effects(t, pool, phase+" k"), phase)
 	}
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND phases = '{reserve,charge,book}'`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND phases = '{reserve,charge,book}'`))
 }
 
 // dies makes the request "k" to a worker that ends at a point: its lock stays, as that of a process that

@@ -73,7 +73,7 @@ func TestStrictContinuesWhatHappened(t *testing.T) {
 	cfg := idempotency.Config{Lock: time.Hour, Strict: true, Failed: func(error) idempotency.Response { return idempotency.Response{Status: 100} }}
 	flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charge, ends("ship")})
 	do(t, flow, "k", idempotency.ErrIndeterminate)
-	execute(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorContains(t, err, "a bug")
 	response := do(t, flow, "k", nil)
@@ -136,7 +136,7 @@ func TestErrorsOfAnyBytes(t *testing.T) {
 	do(t, flow, "doubt", idempotency.ErrIndeterminate)
 	require.Equal(t, "indeterminate", stateOf(t, pool, "doubt"))
 	do(t, flow, "failed", garbage)
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'failed' AND locked_until IS NULL AND error LIKE 'call of phase "charge": bank says %'`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'failed' AND locked_until IS NULL AND error LIKE 'call of phase "charge": bank says %'`))
 }
 
 // Property: the reconciler is called when a call that was on its way to the foreign system has
@@ -167,7 +167,7 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	reconcile(0, 0, 2, "")
 	taken := `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1` // by a person, meanwhile: the decision does not count
 	answer = func() idempotency.Decision {
-		execute(t, pool, taken)
+		pgtest.Exec(t, pool, taken)
 		return idempotency.DidNotHappen()
 	}
 	reconcile(time.Hour, 0, 3, "")
@@ -246,7 +246,7 @@ func TestRoleOfTheWorkEndsWithIt(t *testing.T) {
 	t.Parallel()
 	wide := newPool(t)
 	role := pgtest.RolePrefix(t, wide.Config().ConnString()) + "_tenant"
-	execute(t, wide, `CREATE ROLE `+role+`; GRANT INSERT ON effects TO `+role)
+	pgtest.Exec(t, wide, `CREATE ROLE `+role+`; GRANT INSERT ON effects TO `+role)
 	pool := poolOf(t, wide, 1)
 	o := newOperation(t, pool, idempotency.Config{})
 	flow := flowOf(t, pool, states("reserve", `SET LOCAL ROLE `+role), ends("flow"))
@@ -310,7 +310,7 @@ func TestHappenedWithoutWriteIsForAPerson(t *testing.T) {
 	pool, asked := newPool(t), 0
 	flow := flowOf(t, pool, idempotency.Phase[payment]{Name: "charge", AtMostOnce: true, Call: func(context.Context, *step) error { asked++; return errAway }})
 	do(t, flow, "k", idempotency.ErrIndeterminate)
-	execute(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET state = 'running', call = 'happened', lock_token = lock_token + 1, retry_at = NULL`)
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 	require.ErrorContains(t, err, "keys finish")
@@ -344,7 +344,7 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 		}
 	}
 	require.Len(t, verdicts, asked)
-	require.Equal(t, asked, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`), "free at once")
+	require.Equal(t, asked, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`), "free at once")
 }
 
 // Property: of two holders of one token, as after a failover that lost a claim, the one that finds its
@@ -352,7 +352,7 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
+	pgtest.Exec(t, pool, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
 			if _, err := pool.Exec(ctx, `WITH other AS (INSERT INTO orders VALUES ($1)) SELECT effectonce.advance_key('tenant', 'order', 'k', lock_token, 'reserve', '{}') FROM effectonce.idempotency_keys`, s.ChildID()); err != nil {
@@ -371,7 +371,7 @@ func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
+	pgtest.Exec(t, pool, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
 	// By the phase that inserts under its child ID, and whether the call must not be repeated.
 	for inserts, c := range map[string]struct {
 		once  bool

@@ -69,7 +69,7 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 		_, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases).Do(t.Context(), key("k"), []byte("100"))
 		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint, name)
 	}
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 	// Once does not take a key that was begun in phases.
 	once(t, op, "k", idempotency.ErrUnknownRecoveryPoint, insertOnce("k"))
 	added := append(whole[:2:2], idempotency.Phase[payment]{Name: "audit", Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error {
@@ -77,7 +77,7 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	}}, whole[2])
 	_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, added).Do(t.Context(), key("k"), []byte("100"))
 	require.NoError(t, err)
-	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, 4, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }
 
 // Property: a context that ends stops a flow between two phases, with its key free, and it can be
@@ -183,7 +183,7 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	testwait.Chan(t, "the work begins", begun)
 	first := pgtest.Value[time.Time](t, pool, `SELECT locked_until FROM effectonce.idempotency_keys`)
 	testwait.Equal(t, 1, "a renewal", func() int {
-		return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > $1`, first)
+		return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > $1`, first)
 	})
 	do(t, flow, "k", idempotency.ErrInProgress)
 	close(over)
@@ -222,7 +222,7 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 	longtest.Only(t, "a lock of real seconds")
 	t.Parallel()
 	wide := newPool(t)
-	execute(t, wide, `CREATE TABLE renewals (late boolean NOT NULL);
+	pgtest.Exec(t, wide, `CREATE TABLE renewals (late boolean NOT NULL);
 		CREATE FUNCTION renewed() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO renewals VALUES (OLD.locked_until <= clock_timestamp()); RETURN NULL; END $$;
 		CREATE TRIGGER renewed AFTER UPDATE ON effectonce.idempotency_keys FOR EACH ROW WHEN (NEW.locked_until > OLD.locked_until) EXECUTE FUNCTION renewed()`)
 	var hang atomic.Bool
@@ -254,11 +254,11 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 	}})
 	done := driven(t.Context(), flow)
 	testwait.Chan(t, "the call", called)
-	testwait.True(t, "a renewal", func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 })
+	testwait.True(t, "a renewal", func() bool { return pgtest.Count(t, wide, `SELECT count(*) FROM renewals`) > 0 })
 	close(renewed)
 	require.NoError(t, testwait.Chan(t, "the flow ends", done))
 	require.False(t, hang.Load())
-	require.Zero(t, count(t, wide, `SELECT count(*) FROM renewals WHERE late`))
+	require.Zero(t, pgtest.Count(t, wide, `SELECT count(*) FROM renewals WHERE late`))
 }
 
 // Property: if a holder's write conflicts with another one of the row, it writes after that one,
@@ -280,7 +280,7 @@ func TestHoldersWriteWaitsForOthers(t *testing.T) {
 	group.Wait()
 	require.ErrorIs(t, err, errAway)
 	require.NotContains(t, err.Error(), "release the lock")
-	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
+	require.Equal(t, 1, pgtest.Count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
 }
 
 // Property: each statement of a holder checks the token: right after another worker took the key
@@ -352,7 +352,7 @@ func TestEveryWriteOfAHolderChecksTheToken(t *testing.T) {
 			require.NotEmpty(t, heirs)
 			now := pgtest.Value[string](t, pool, row)
 			require.Equal(t, heirs, now, "the key is the heir's")
-			require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
+			require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 		})
 	}
 }
@@ -371,7 +371,7 @@ func TestTokenOfAForgottenClaimIsNoLaterOnes(t *testing.T) {
 		if point != crashpoint.KeyClaimed {
 			return
 		}
-		execute(t, pool, `DELETE FROM effectonce.idempotency_keys`)
+		pgtest.Exec(t, pool, `DELETE FROM effectonce.idempotency_keys`)
 		second := crashpoint.With(t.Context(), func(point string) {
 			if point == crashpoint.KeyClaimed {
 				close(claimed)
@@ -385,5 +385,5 @@ func TestTokenOfAForgottenClaimIsNoLaterOnes(t *testing.T) {
 	close(frozen)
 	require.ErrorIs(t, err, idempotency.ErrLockLost)
 	require.NoError(t, <-later)
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }

@@ -176,11 +176,11 @@ func TestTurnIsPassedOn(t *testing.T) {
 func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `ALTER TABLE effectonce.idempotency_keys SET (autovacuum_enabled = false)`)
+	pgtest.Exec(t, pool, `ALTER TABLE effectonce.idempotency_keys SET (autovacuum_enabled = false)`)
 	scans := func() (primary, others int) {
 		pool.Reset() // sessions that end say what they did
 		testwait.Equal(t, 0, "other sessions", func() int {
-			return count(t, pool, `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'`)
+			return pgtest.Count(t, pool, `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'`)
 		})
 		err := pool.QueryRow(t.Context(), `SELECT coalesce(sum(i.idx_scan) FILTER (WHERE indexrelname LIKE '%pkey'), 0), coalesce(sum(i.idx_scan) FILTER (WHERE indexrelname NOT LIKE '%pkey'), 0)
 			+ (SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'idempotency_keys') FROM pg_stat_user_indexes i WHERE relname = 'idempotency_keys'`).Scan(&primary, &others)

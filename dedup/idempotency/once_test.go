@@ -49,20 +49,9 @@ func effect(ctx context.Context, tx pgx.Tx, name string) error {
 	return err
 }
 
-func execute(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err)
-}
-
-func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
-	t.Helper()
-	return pgtest.Count(t, pool, sql, args...)
-}
-
 func effects(t *testing.T, pool *pgxpool.Pool, name string) int {
 	t.Helper()
-	return count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name)
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name)
 }
 
 // until asks the database, from beside the work of a request, until there is what it counts.
@@ -106,7 +95,7 @@ func insert(t *testing.T, o *idempotency.Operation, value string) idempotency.Re
 func TestConflictsAreTriedAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `CREATE TABLE hot (n int); INSERT INTO hot VALUES (0)`)
+	pgtest.Exec(t, pool, `CREATE TABLE hot (n int); INSERT INTO hot VALUES (0)`)
 	o := newOperation(t, pool, idempotency.Config{Isolation: pgx.Serializable})
 	var group sync.WaitGroup
 	for i := range 8 {
@@ -119,7 +108,7 @@ func TestConflictsAreTriedAgain(t *testing.T) {
 		})
 	}
 	group.Wait()
-	require.Equal(t, 8, count(t, pool, `SELECT n FROM hot`))
+	require.Equal(t, 8, pgtest.Count(t, pool, `SELECT n FROM hot`))
 
 	runs := 0
 	_, err := o.Once(t.Context(), key("never"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
@@ -151,7 +140,7 @@ func TestStatusThatIsNoAnswerIsRefused(t *testing.T) {
 			} else {
 				require.NoError(t, err, what)
 			}
-			require.Equal(t, !refused, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, what) == 1, what)
+			require.Equal(t, !refused, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, what) == 1, what)
 		}
 	}
 }
@@ -189,7 +178,7 @@ func TestWhatIsNoOutcome(t *testing.T) {
 			for range 2 {
 				_, err := o.Once(t.Context(), key(value), work)
 				require.Error(t, err, value)
-				require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, value))
+				require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, value))
 				_, err = flow.Do(t.Context(), key("flow "+value), nil)
 				require.Error(t, err, value)
 			}
@@ -256,7 +245,7 @@ func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 func TestFailuresThatBecomeFinal(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
+	pgtest.Exec(t, pool, `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
 	for name, fail := range map[string]func(ctx context.Context, tx pgx.Tx) error{
 		"at once": func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
 		"at COMMIT": func(ctx context.Context, tx pgx.Tx) error {
@@ -312,8 +301,8 @@ func TestTenAtOnceAreExecutedOnce(t *testing.T) {
 		group.Wait()
 		require.EqualValues(t, 1, executed.Load(), round)
 	}
-	require.Equal(t, rounds, count(t, pool, `SELECT count(*) FROM effects`))
-	require.Equal(t, rounds, count(t, pool, `SELECT count(DISTINCT name) FROM effects`))
+	require.Equal(t, rounds, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, rounds, pgtest.Count(t, pool, `SELECT count(DISTINCT name) FROM effects`))
 }
 
 // Property: keys out of bounds are refused before anything is sent to the database. Row H9 of

@@ -58,7 +58,7 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 			again(10*time.Hour, errSilent, 3)
 			again(2*time.Hour, idempotency.ErrIndeterminate, 3)
 			again(0, idempotency.ErrIndeterminate, 3)
-			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND call = 'repeatable' AND phases = '{reserve}' AND error LIKE '%GiveUpAfter%'`))
+			require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND call = 'repeatable' AND phases = '{reserve}' AND error LIKE '%GiveUpAfter%'`))
 			pass(time.Hour)
 			reconciles(t, flow, 1)
 			again(10*time.Hour, errSilent, 4)
@@ -97,7 +97,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		require.Error(t, err)
 		cancel()
 		if c.sql != "" {
-			execute(t, pool, `UPDATE effectonce.idempotency_keys SET `+c.sql+` WHERE key = $1`, name)
+			pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET `+c.sql+` WHERE key = $1`, name)
 		}
 		passes(t, pool, map[bool]time.Duration{true: 15 * time.Hour, false: 30 * time.Hour}[c.again])
 		before := asked
@@ -140,9 +140,9 @@ func skewed(t *testing.T, off time.Duration) (*pgxpool.Pool, func(time.Duration)
 	require.NoError(t, err)
 	config.ConnConfig.RuntimeParams["search_path"] = "skewed, pg_catalog, public"
 	pool := pgtest.PoolOf(t, config)
-	execute(t, pool, skewedSQL+`; CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
+	pgtest.Exec(t, pool, skewedSQL+`; CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
 	pass := func(d time.Duration) {
-		execute(t, pool, `UPDATE skewed.clock SET ahead = ahead + $1`, d)
+		pgtest.Exec(t, pool, `UPDATE skewed.clock SET ahead = ahead + $1`, d)
 	}
 	pass(off)
 	return pool, pass
@@ -218,7 +218,7 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 	var group sync.WaitGroup
 	defer group.Wait()
 	_, err := flow.Do(crashpoint.With(t.Context(), func(at string) {
-		if at != crashpoint.KeyAdvanced || count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{reserve}'`) == 0 {
+		if at != crashpoint.KeyAdvanced || pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{reserve}'`) == 0 {
 			return
 		}
 		holder, err := pool.Begin(t.Context())
@@ -238,7 +238,7 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 // passes makes time pass for all keys.
 func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	t.Helper()
-	execute(t, pool, `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval,
+	pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval,
 		calling_since = calling_since - $1::interval`, d)
 }
 
@@ -275,7 +275,7 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 		elapsed, last = elapsed+off, off
 	}
 	require.Less(t, looked, 25, "not every five seconds")
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 	_, err = older.Do(t.Context(), key("k"), []byte("100"))
 	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
 	finished, err := newer.Complete(t.Context())
@@ -334,7 +334,7 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	newer := program("reserve", "charge", "ship", "book")
 	do(t, newer, "k", idempotency.ErrIndeterminate)
 	for _, calling := range []string{`NULL`, `'ship'`} { // where it is not stored, the phases that are done show which one is in doubt
-		execute(t, pool, `UPDATE effectonce.idempotency_keys SET calling = `+calling)
+		pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET calling = `+calling)
 		for _, older := range []*idempotency.Flow[payment]{program("reserve", "charge"), program("begin", "charge", "ship")} {
 			passes(t, pool, time.Hour)
 			decided, err := older.Reconcile(t.Context())

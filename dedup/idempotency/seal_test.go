@@ -94,7 +94,7 @@ func TestChangedResponsesAreNotReplayed(t *testing.T) {
 	} {
 		_, err := payWith(t, pool, cfg, forge, []byte("body"))
 		require.NoError(t, err)
-		execute(t, pool, `UPDATE effectonce.idempotency_keys SET `+forge+` WHERE key = $1`, forge)
+		pgtest.Exec(t, pool, `UPDATE effectonce.idempotency_keys SET `+forge+` WHERE key = $1`, forge)
 		response, err := payWith(t, pool, cfg, forge, []byte("body"))
 		if readable {
 			require.NoError(t, err)
@@ -226,7 +226,7 @@ func TestDocumentedRotation(t *testing.T) {
 	require.ErrorIs(t, err, errAway)
 	require.Equal(t, map[string][3]int{"old": {5, 1, 1}, "new": {2, 0, 0}}, documentedRest(t, pool))
 	require.NotContains(t, dump(t, pool), canary)
-	execute(t, pool, `DELETE FROM effectonce.idempotency_keys WHERE key NOT IN ('3', '4')`)
+	pgtest.Exec(t, pool, `DELETE FROM effectonce.idempotency_keys WHERE key NOT IN ('3', '4')`)
 	require.Equal(t, map[string][3]int{"new": {2, 0, 0}}, documentedRest(t, pool))
 }
 
@@ -252,7 +252,7 @@ func TestFingerprintsAreKeyed(t *testing.T) {
 	require.EqualError(t, ask(before, "a", ten), "executed")
 	require.EqualError(t, ask(before, "b", ten), "executed")
 	require.EqualError(t, ask(nil, "clear", ten), "executed")
-	require.Equal(t, 2, count(t, pool, `SELECT count(DISTINCT fingerprint::bytea) FROM effectonce.idempotency_keys WHERE key <> 'clear' AND octet_length(fingerprint) > 32`), "equal requests look different")
+	require.Equal(t, 2, pgtest.Count(t, pool, `SELECT count(DISTINCT fingerprint::bytea) FROM effectonce.idempotency_keys WHERE key <> 'clear' AND octet_length(fingerprint) > 32`), "equal requests look different")
 	require.Equal(t, 1, strings.Count(dump(t, pool), fmt.Sprintf("%x", ten[:])), "of the clear one")
 	for _, seal := range []idempotency.Sealer{before, both, current} {
 		require.NoError(t, ask(seal, "a", ten))
@@ -353,5 +353,5 @@ func TestHeadersAreReplayedByteForByte(t *testing.T) {
 			require.Zero(t, effects(t, pool, name+refused))
 		}
 	}
-	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
+	require.Equal(t, 2, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
 }

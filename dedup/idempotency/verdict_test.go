@@ -109,7 +109,7 @@ func TestWorkThatEndedItsTransactionIsNoSuccess(t *testing.T) {
 		require.Error(t, err, value)
 	}
 	require.Zero(t, effects(t, pool, "flow")+effects(t, pool, "lost"))
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' OR phases <> '{}' OR flow IS NULL`))
+	require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' OR phases <> '{}' OR flow IS NULL`))
 	_, err := o.Once(t.Context(), key("next"), insertOnce("next"))
 	require.NoError(t, err, "the connection is in order")
 }
@@ -255,7 +255,7 @@ func TestFinalOutcomeRunsOnce(t *testing.T) {
 func TestVerdictOfADoomedTransactionIsRunAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	execute(t, pool, `CREATE TABLE accounts (id int PRIMARY KEY, balance int); INSERT INTO accounts VALUES (1, 0), (2, 0)`)
+	pgtest.Exec(t, pool, `CREATE TABLE accounts (id int PRIMARY KEY, balance int); INSERT INTO accounts VALUES (1, 0), (2, 0)`)
 	o, runs := newOperation(t, pool, idempotency.Config{Isolation: pgx.Serializable}), 0
 	response := once(t, o, "k", nil, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		runs++

@@ -21,12 +21,6 @@ var (
 	exec    = pgtest.Exec
 )
 
-func count(t *testing.T, conn *pgx.Conn, sql string) (n int) {
-	t.Helper()
-	require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&n))
-	return n
-}
-
 const (
 	rowsOfOld = `SELECT (SELECT count(*) FROM effectonce.outbox_relays WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_progress_now WHERE relay = 'old')
 		+ (SELECT count(*) FROM effectonce.outbox_paused WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_replicas WHERE relay = 'old')
@@ -67,8 +61,8 @@ func TestRelayIsForgotten(t *testing.T) {
 	gone, err := relays.Delete(t.Context(), conn, "effectonce", "old", by)
 	require.NoError(t, err)
 	assert.Equal(t, &relays.Deleted{Relay: "old", Shards: 2, Paused: 1, Replicas: 1}, gone)
-	assert.Zero(t, count(t, conn, rowsOfOld))
-	assert.Equal(t, 1, count(t, conn, actionsSQL))
+	assert.Zero(t, pgtest.Count(t, conn, rowsOfOld))
+	assert.Equal(t, 1, pgtest.Count(t, conn, actionsSQL))
 	all, err = relays.List(t.Context(), conn, "effectonce")
 	require.NoError(t, err)
 	require.Len(t, all, 1)
@@ -94,8 +88,8 @@ func TestRelayInUseIsNotForgotten(t *testing.T) {
 			exec(t, conn, change)
 			_, err := relays.Delete(t.Context(), conn, "effectonce", "old", by)
 			require.ErrorIs(t, err, want)
-			assert.Equal(t, 6, count(t, conn, rowsOfOld), "nothing was changed")
-			assert.Zero(t, count(t, conn, actionsSQL))
+			assert.Equal(t, 6, pgtest.Count(t, conn, rowsOfOld), "nothing was changed")
+			assert.Zero(t, pgtest.Count(t, conn, actionsSQL))
 		}
 	}
 }
@@ -128,8 +122,8 @@ func TestForgettingWaitsForWhoTakesAShard(t *testing.T) {
 			pgtest.Blocked(t, conn, replica)
 			require.NoError(t, tx.Commit(t.Context()))
 			require.ErrorIs(t, testwait.Chan(t, "the refusal", refused), relays.ErrLive)
-			assert.Contains(t, []int{6, 7}, count(t, conn, rowsOfOld))
-			assert.Zero(t, count(t, conn, actionsSQL))
+			assert.Contains(t, []int{6, 7}, pgtest.Count(t, conn, rowsOfOld))
+			assert.Zero(t, pgtest.Count(t, conn, actionsSQL))
 		})
 	}
 }

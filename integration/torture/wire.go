@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 )
@@ -129,8 +128,8 @@ func (w *wire) heal() {
 
 // cuts reports whether the connection ends behind what was just sent.
 func (w *wire) cuts(sent []byte) bool {
-	text := string(bytes.ToLower(sent))
-	if !slices.ContainsFunc(w.words, func(word string) bool { return strings.Contains(text, word) }) {
+	sent = bytes.ToLower(sent)
+	if !slices.ContainsFunc(w.words, func(word string) bool { return bytes.Contains(sent, []byte(word)) }) {
 		return false
 	}
 	w.mu.Lock()

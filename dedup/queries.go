@@ -20,12 +20,12 @@ ON CONFLICT DO NOTHING
 RETURNING message_id`
 )
 
-// conflictsSQL is planned each time: a plan for all arguments that was made while a partition was empty reads it once for
-// each message.
+// conflictsSQL is planned each time, for the partitions of its IDs: a plan for all arguments that was made while a
+// partition was empty reads it once for each message.
 const conflictsSQL = `-- dedup.conflicts
 SELECT m.n FROM unnest($1::uuid[], $3::int4[]) WITH ORDINALITY AS m (id, fingerprint, n)
 JOIN effectonce.processed_messages p ON p.message_id = m.id AND p.consumer = $2
-WHERE p.fingerprint <> m.fingerprint`
+WHERE p.message_id = ANY ($1::uuid[]) AND p.fingerprint <> m.fingerprint`
 
 // registerSQL returns the row whether it is new or not, so that the caller can compare the group.
 // DO UPDATE lets RETURNING see a row of another transaction; it also locks the row against a

@@ -48,16 +48,7 @@ func deadDatabase(t *testing.T) (address string, conn *pgx.Conn) {
 // deadRows lists what is dead, as "seq state".
 func deadRows(t *testing.T, conn *pgx.Conn) []string {
 	t.Helper()
-	return texts(t, conn, `SELECT format('%s %s', seq, state) FROM effectonce.outbox_dead WHERE state NOT IN ('discard', 'discarded') ORDER BY seq`)
-}
-
-func texts(t *testing.T, conn *pgx.Conn, sql string) []string {
-	t.Helper()
-	rows, err := conn.Query(t.Context(), sql)
-	require.NoError(t, err)
-	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return all
+	return pgtest.Column[string](t, conn, `SELECT format('%s %s', seq, state) FROM effectonce.outbox_dead WHERE state NOT IN ('discard', 'discarded') ORDER BY seq`)
 }
 
 var asBuried = []string{"1 held", "2 behind", "3 behind", "4 held", "5 held"}
@@ -157,7 +148,7 @@ const idPrefix = "01976f00-0000-7000-8000-00000000000"
 // parkedRows lists what is parked, as "offset state".
 func parkedRows(t *testing.T, conn *pgx.Conn) []string {
 	t.Helper()
-	return texts(t, conn, `SELECT format('%s %s', "offset", state) FROM effectonce.parked_messages ORDER BY seq`)
+	return pgtest.Column[string](t, conn, `SELECT format('%s %s', "offset", state) FROM effectonce.parked_messages ORDER BY seq`)
 }
 
 var untouched = []string{"1 parked", "2 behind", "3 behind", "4 parked", "5 parked", "6 parked"}

@@ -17,8 +17,6 @@ const (
 	session    = 3 * time.Second // of group members; a dead one blocks its partitions for so long
 	lease      = 2 * time.Second // of relays
 	restartGap = 200 * time.Millisecond
-	// preparedCommit is how pgx names COMMIT once it is prepared: by its SHA-256.
-	preparedCommit = "stmtcache_79663c1d3b43ceaf9ee728e501c64b57ae2e4d6cb36ff5c6"
 	// closeMax is how long a replica may take to end once it was stopped and its network works, or is dead.
 	closeMax = 45 * time.Second
 	// refusedBytes is the limit of the relay until it is repaired: padded messages die.
@@ -68,7 +66,7 @@ func (r *run) process(ctx context.Context, name string, random *rand.Rand, work 
 	if random.IntN(2) == 0 {
 		unheard = random.IntN(60)
 	}
-	p := &replica{name: name, wire: newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), unheard, "commit", preparedCommit), stop: stop, done: make(chan struct{})} //nolint:gosec // repeatable
+	p := &replica{name: name, wire: newWire(rand.New(rand.NewPCG(random.Uint64(), 0)), unheard, "commit", r.preparedCommit), stop: stop, done: make(chan struct{})} //nolint:gosec // repeatable
 	config := r.pool.Config()
 	config.MaxConns = int32(5 + random.IntN(8))
 	config.ConnConfig.DialFunc = p.wire.dialer()

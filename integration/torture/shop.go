@@ -81,8 +81,11 @@ func (r *run) setUp(ctx context.Context) error {
 			return fmt.Errorf("create the rival's tables: %w", err)
 		}
 	}
+	batch := &pgx.Batch{}
+	batch.Queue("COMMIT")
+	batch.Queue(`SELECT name FROM pg_prepared_statements WHERE statement = 'COMMIT'`).QueryRow(func(row pgx.Row) error { return row.Scan(&r.preparedCommit) })
 	created, err := kadm.NewClient(r.client).CreateTopics(ctx, partitions, 1, nil, topicOrders, topicMore, topicChild, topicDead)
-	return errors.Join(err, created.Error())
+	return errors.Join(err, created.Error(), conn.SendBatch(ctx, batch).Close())
 }
 
 const (

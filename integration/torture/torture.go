@@ -130,6 +130,7 @@ type run struct {
 	orders, requests atomic.Int64
 	doors            [2]string // of the service's replicas
 	bank             bank
+	preparedCommit   string // how pgx names COMMIT once it is prepared
 }
 
 // group is a consumer group.
@@ -207,9 +208,7 @@ func once(ctx context.Context, opts Options) (_ *Report, err error) {
 	}
 	defer r.stopReplicas()
 	r.startReplicas(ctx)
-	managing, stopManaging := context.WithCancel(ctx)
-	defer stopManaging()
-	go r.commitPrepared(managing)
+	go r.commitPrepared(ctx)
 	writing, stopWriting := context.WithCancel(ctx)
 	defer stopWriting()
 	var writers sync.WaitGroup
